@@ -1,0 +1,42 @@
+# make demo | test | soak | lint : each sets itself up in .venv first.
+PYTHON ?= python3
+# Only for the checks of this repository, where the interpreter has no torch of its own; users bring theirs.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+
+.PHONY: demo test soak lint clean
+
+demo: $(VENV)/built
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: $(VENV)/built
+	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(VENV)/built
+	$(BIN)/python tests/soak.py $(ARGS)
+
+lint: $(VENV)/lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc -type f)
+
+$(VENV)/python:
+	if $(PYTHON) -c "import torch" 2>/dev/null; \
+	then $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else $(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q "$(TORCH)"; fi
+	$(BIN)/pip install -q "setuptools>=77" ninja
+	touch $@
+
+$(VENV)/built: $(VENV)/python $(SOURCES)
+	$(BIN)/pip install -q --no-build-isolation -e ".[test]"
+	touch $@
+
+$(VENV)/lint: $(VENV)/built
+	$(BIN)/pip install -q -e ".[lint]" --no-build-isolation
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info afd_ops/*.so

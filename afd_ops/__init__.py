@@ -1,0 +1,68 @@
+"""Attention-FFN disaggregation of Mixture-of-Experts models as a pair of torch ops.
+
+Importing registers `torch.ops.afd.*` and does nothing else: no device is touched, no process group made.
+"""
+
+from __future__ import annotations
+
+from afd_ops import extension
+
+extension.load()
+
+from afd_ops import ops  # noqa: E402, F401  (registers the fakes)
+from afd_ops.attention import RemoteExperts, attach  # noqa: E402
+from afd_ops.bootstrap import Bootstrap  # noqa: E402
+from afd_ops.errors import (  # noqa: E402
+    AbortedError,
+    AfdError,
+    ArgumentError,
+    BootstrapError,
+    ClosedError,
+    GeometryError,
+    PeerError,
+    PeerFailedError,
+    PeerLeftError,
+    PeerTimeoutError,
+    ProtocolError,
+    RankFailedError,
+    RingBusyError,
+    StaleError,
+)
+from afd_ops.ffn import Experts, ExpertServer, GroupedSwiGLU  # noqa: E402
+from afd_ops.heap import Heap, Segment  # noqa: E402
+from afd_ops.heap.local import LocalHeap  # noqa: E402
+from afd_ops.heap.shm import ShmHeap  # noqa: E402
+from afd_ops.layout import Geometry  # noqa: E402
+from afd_ops.topology import Topology  # noqa: E402
+from afd_ops.window import Window, open_local  # noqa: E402
+
+__all__ = [
+    "AbortedError",
+    "AfdError",
+    "ArgumentError",
+    "Bootstrap",
+    "BootstrapError",
+    "ClosedError",
+    "ExpertServer",
+    "Experts",
+    "Geometry",
+    "GeometryError",
+    "GroupedSwiGLU",
+    "Heap",
+    "LocalHeap",
+    "PeerError",
+    "PeerFailedError",
+    "PeerLeftError",
+    "PeerTimeoutError",
+    "ProtocolError",
+    "RankFailedError",
+    "RemoteExperts",
+    "RingBusyError",
+    "Segment",
+    "ShmHeap",
+    "StaleError",
+    "Topology",
+    "Window",
+    "attach",
+    "open_local",
+]

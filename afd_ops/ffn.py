@@ -1,0 +1,125 @@
+"""The FFN side: a server around any experts callable, and one such callable."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from afd_ops import _C
+from afd_ops.errors import AbortedError, ClosedError, from_record
+from afd_ops.window import Window
+
+Experts = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""(rows [R, H], scales, offsets [owned experts] int32, layer) -> [R, H].
+
+Rows stand in local-expert order, expert e's from offsets[e - 1] to offsets[e]. Rows past the last offset are
+uninitialised: they may be computed on, never reduced over. scales is empty unless the payload is quantised."""
+
+
+class ExpertServer:
+    """Answers what attention ranks send, until they have all closed their windows.
+
+    Slots that are ready together for the same layer are computed in one call of `experts`.
+
+    Args:
+        window: an FFN rank's.
+        experts: see `Experts`; engines bring their own kernels.
+    """
+
+    def __init__(self, window: Window, experts: Experts) -> None:
+        if window.role != "ffn":
+            raise ValueError(
+                f"window belongs to {window.topology.describe(window.bootstrap.rank)}, expected an ffn rank"
+            )
+        self.window = window
+        self.experts = experts
+        self.port = window.port()
+        self._stop = threading.Event()
+
+    def step(self) -> int:
+        """Waits up to the poll interval for an item and answers it; returns how many slots it held (0: nothing came).
+
+        Raises:
+            RuntimeError: as the ops and `experts` raise it; `run` handles that.
+        """
+        item = torch.ops.afd.arrive(self.port, self.window.id)
+        entry = item[0].tolist()
+        count, layer, rows = entry[_C.ITEM_COUNT], entry[_C.ITEM_LAYER], entry[_C.ITEM_ROWS]
+        if count == 0:
+            return 0
+        x, scales, offsets = torch.ops.afd.receive(item, self.port, self.window.id, rows)
+        out = self.experts(x, scales, offsets, layer) if rows else x
+        torch.ops.afd.reply(out, item, self.port, self.window.id)
+        return int(count)
+
+    def run(self) -> None:
+        """Serves until every attention rank has left, or `stop()`.
+
+        A peer that fails closes its own region; the others are served on and the error is raised when all have ended.
+        An exception of `experts` is never swallowed: it poisons the window, so that no attention rank waits for it.
+
+        Raises:
+            PeerError: a peer failed, or this window was stopped.
+            AbortedError, ClosedError: the window was reset or closed meanwhile.
+        """
+        with torch.inference_mode():
+            while not self._stop.is_set():
+                try:
+                    count = self.step()
+                except BaseException as error:
+                    if not self.window.closed:
+                        self._give_up(error)
+                    raise
+                if count == 0 and _C.ALIVE not in _C.regions(self.window.id):
+                    break
+        for record in self.window.errors():
+            raise from_record(record)
+
+    def stop(self) -> None:
+        """Ends `run` after the item it is at; from any thread."""
+        self._stop.set()
+
+    def _give_up(self, error: BaseException) -> None:
+        try:
+            if isinstance(error, Exception):
+                self.window.raise_typed(error)
+        except (AbortedError, ClosedError):
+            raise
+        except Exception:
+            if _C.check(self.window.id) is None:
+                self.window.poison()
+            raise
+        self.window.poison()
+
+
+class GroupedSwiGLU(nn.Module):
+    """Routed experts by grouped GEMM: down(silu(min(g, L)) * clamp(u, -L, L)) with [g; u] = gate_up(x).
+
+    Formula: DeepSeek-V4's clamped SwiGLU (`swiglu_limit`).
+
+    Args:
+        gate_up: per layer [owned experts, 2 I, H]; the first I output rows are the gate.
+        down: per layer [owned experts, H, I].
+        limit: L; None = no clamp.
+    """
+
+    def __init__(self, gate_up: Sequence[Tensor], down: Sequence[Tensor], limit: float | None = None) -> None:
+        super().__init__()
+        if len(gate_up) != len(down):
+            raise ValueError(f"gate_up has {len(gate_up)} layers, down has {len(down)}")
+        self.gate_up = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in gate_up)
+        self.down = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in down)
+        self.limit = limit
+
+    def forward(self, rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
+        """rows [R, H] -> [R, H]; see `Experts`."""
+        if not 0 <= layer < len(self.gate_up):
+            raise ValueError(f"layer is {layer}, but there are experts for {len(self.gate_up)} layers")
+        gate, up = nn.functional.grouped_mm(rows, self.gate_up[layer].transpose(-2, -1), offs=offsets).chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        hidden = nn.functional.silu(gate) * up
+        return nn.functional.grouped_mm(hidden, self.down[layer].transpose(-2, -1), offs=offsets)

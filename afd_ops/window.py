@@ -1,0 +1,303 @@
+"""Window: symmetric memory that all ranks agreed on, and how it ends. No concept of AFD but "region"."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from afd_ops import _C
+from afd_ops.bootstrap import Bootstrap
+from afd_ops.errors import AbortedError, BootstrapError, GeometryError, from_record, typed
+from afd_ops.heap import Heap, Segment
+from afd_ops.heap.local import LocalHeap
+from afd_ops.heap.shm import ShmHeap
+from afd_ops.layout import PAYLOAD_DTYPES, Geometry
+from afd_ops.topology import Role, Topology
+
+logger = logging.getLogger("afd_ops")
+
+
+class Window:
+    """One rank's window. Construction is collective: every rank of the topology builds its own at the same time.
+
+    Args:
+        topology: roles and experts.
+        bootstrap: how the ranks meet; its rank and world size are this rank's.
+        hidden: elements of a row; hidden x itemsize a multiple of 16 bytes.
+        topk: choices per token.
+        tokens: capacity of one dispatch. A per-step budget, not the longest prefill: the caller chunks longer batches.
+        dtype: of the rows in both directions: float32, bfloat16 or float16.
+        stages: independent lanes per attention rank, one per ubatch; different lanes may run on different threads.
+        depth: dispatches in flight per lane.
+        heap: where the memory comes from; shared memory between processes of this host by default.
+        deadline: seconds that combine waits for a reply, and that an FFN rank has from taking an item to answering it.
+            Generous by default, because ranks that compile for the first time are minutes apart.
+        poll_interval: seconds after which `arrive` returns an empty item.
+        rows: FFN ranks: the most rows put into one item, at least tokens x topk (the default).
+
+    Raises:
+        ValueError: a size makes no sense; names it.
+        GeometryError: ranks differ; on every rank, naming the field and both values.
+        BootstrapError: a rank is missing or failed; names it.
+        MemoryError: the window does not fit.
+
+    An engine must call `check()` after synchronising and before it uses a step's output: a replayed graph calls no
+    Python and cannot raise.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        bootstrap: Bootstrap,
+        *,
+        hidden: int,
+        topk: int,
+        tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        stages: int = 1,
+        depth: int = 2,
+        heap: Heap | None = None,
+        deadline: float = 600.0,
+        poll_interval: float = 0.01,
+        rows: int | None = None,
+    ) -> None:
+        self.topology = topology
+        self.bootstrap = bootstrap
+        self.heap: Heap = ShmHeap() if heap is None else heap
+        self.closed = False
+        self._segment: Segment | None = None
+        self.id = 0
+        # A rank with an impossible argument still says so to the others, which would otherwise wait for it.
+        answers = bootstrap.collective(
+            "validate",
+            lambda: self._validate(
+                hidden=hidden,
+                topk=topk,
+                tokens=tokens,
+                dtype=dtype,
+                stages=stages,
+                depth=depth,
+                deadline=deadline,
+                poll_interval=poll_interval,
+                rows=rows,
+            ),
+        )
+        self._agree(answers)
+        try:
+            handles = bootstrap.collective("allocate", self._allocate)
+            bootstrap.collective("map", lambda: self._open(handles, deadline, poll_interval, rows))
+            assert self._segment is not None
+            self._segment.seal()
+            bootstrap.barrier()
+        except BaseException:
+            self._release()
+            raise
+
+    # Construction, in order.
+
+    def _validate(
+        self, *, deadline: float, poll_interval: float, rows: int | None, tokens: int, topk: int, **sizes: Any
+    ) -> str:
+        topology, rank = self.topology, self.bootstrap.rank
+        if self.bootstrap.world_size != topology.world_size:
+            raise ValueError(
+                f"bootstrap has {self.bootstrap.world_size} ranks, but the topology has attention_size + ffn_size = "
+                f"{topology.world_size}"
+            )
+        self.geometry = Geometry.create(topology, tokens=tokens, topk=topk, **sizes)
+        for name, value in (("deadline", deadline), ("poll_interval", poll_interval)):
+            if not value > 0:
+                raise ValueError(f"{name} is {value}, expected more than 0 seconds")
+        if rows is not None and not tokens * topk <= rows < 2**31:
+            raise ValueError(f"rows is {rows}, expected at least tokens x topk = {tokens * topk}: one arrival must fit")
+        self.role: Role = topology.role(rank)
+        self.role_rank = topology.role_rank(rank)
+        fields: dict[str, Any] = dict(zip(_C.GEOMETRY, self.geometry.words, strict=True))
+        fields["dtype"] = str(PAYLOAD_DTYPES[self.geometry.dtype]).removeprefix("torch.")
+        fields["wire_version"] = _C.WIRE_VERSION
+        fields |= {f"expert_map[{e}]": list(place) for e, place in enumerate(topology.expert_map)}
+        return json.dumps(fields)
+
+    def _agree(self, answers: list[str]) -> None:
+        first = json.loads(answers[0])
+        for rank, answer in enumerate(answers[1:], start=1):
+            other = json.loads(answer)
+            for field in first | other:
+                if first.get(field) != other.get(field):
+                    raise GeometryError(
+                        f"{self.topology.describe(rank)} has {field}={other.get(field)}, "
+                        f"{self.topology.describe(0)} has {field}={first.get(field)}; "
+                        "every rank must be started with the same model"
+                    )
+
+    def _allocate(self) -> str:
+        regions = len(self.topology.peers(self.bootstrap.rank)) if self.heap.per_role else None
+        nbytes, free = self.geometry.window_bytes(regions), self.heap.free_bytes()
+        logger.info("%s: window of %.1f MB", self.topology.describe(self.bootstrap.rank), nbytes / 1e6)
+        if nbytes > free:
+            raise MemoryError(f"the window takes {nbytes} bytes, but {free} are free; lower tokens, stages or depth")
+        self._segment = self.heap.allocate(nbytes)
+        return self._segment.handle
+
+    def _open(self, handles: list[str], deadline: float, poll_interval: float, rows: int | None) -> str:
+        assert self._segment is not None
+        geometry = self.geometry
+        self.id = _C.open(
+            geometry.words,
+            ("attention", "ffn").index(self.role),
+            self.role_rank,
+            int(deadline * 1e9),
+            int(poll_interval * 1e9),
+            geometry.tokens * geometry.topk if rows is None else rows,
+            self._segment.address,
+            [self._segment.peer(handles[peer]) for peer in self.topology.peers(self.bootstrap.rank)],
+            [word for place in self.topology.expert_map for word in place],
+        )
+        return ""
+
+    # Use.
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return PAYLOAD_DTYPES[self.geometry.dtype]
+
+    @property
+    def generation(self) -> int:
+        """How many times the window was reset."""
+        return _C.facts(self.id)["generation"]
+
+    def port(self, layer: int = -1, stage: int = 0) -> torch.Tensor:
+        """The port tensor of one (layer, stage), int32 [4]: the argument by which an op learns them.
+
+        It must stay where it is for as long as a graph uses it; the modules keep it as a buffer.
+        """
+        if not 0 <= stage < self.geometry.stages:
+            raise ValueError(
+                f"stage is {stage}, expected 0 to {self.geometry.stages - 1}: the window has {self.geometry.stages}"
+            )
+        content = torch.zeros(_C.PORT_WORDS, dtype=torch.int32)
+        content[0], content[1], content[2] = _C.PORT_MAGIC, layer, stage
+        return content.to(self.heap.device)
+
+    def check(self) -> None:
+        """Raises the typed error that stopped this window, if there is one. One host load; never waits."""
+        error = _C.check(self.id)
+        if error is not None:
+            raise from_record(error)
+
+    def errors(self) -> list[dict[str, Any]]:
+        """Every error record: on an FFN rank one per region that failed, although the others are served on."""
+        return _C.errors(self.id)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step of an engine: typed errors inside, `check()` at the end.
+
+        An exception that escapes between a dispatch and its combine poisons the window until `reset()`: nobody will
+        take the reply that is on its way, and it must not meet the next request.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self.closed and _C.in_flight(self.id) and _C.check(self.id) is None:
+                _C.poison(self.id)
+            self.raise_typed(error)
+        self.check()
+
+    def raise_typed(self, error: Exception) -> None:
+        """Raises `error`, in its typed form if an op of this window raised it."""
+        better = typed(error, _C.check(self.id)) if isinstance(error, RuntimeError) else error
+        if better is error:
+            raise error
+        raise better from error
+
+    def poison(self) -> None:
+        """This rank gives up: its window stops and its peers are told. Ends with `reset()` or `close()`."""
+        _C.poison(self.id)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since construction: dispatches, combines, items, replies, rows, tokens, and bytes_sent per peer."""
+        return _C.stats(self.id)
+
+    # The end.
+
+    def reset(self) -> None:
+        """Collective, all ranks alive: drops what is in flight and every error, and starts the next generation.
+
+        The window id, ports and captured graphs stay valid; tickets and items of before are refused. A rank's server
+        loop and ops in other threads end with AbortedError.
+
+        Raises:
+            BootstrapError: a rank did not take part; survivors close() and build a new window.
+        """
+        _C.set_abort(self.id)
+        if not _C.drain(self.id, int(self.bootstrap.timeout * 1e9)):
+            raise AbortedError(f"an op of this rank did not end within {self.bootstrap.timeout} s; reset() gave up")
+        self.bootstrap.barrier()  # a store of before must not land in zeroed memory
+        _C.rewind(self.id)
+        self.bootstrap.barrier()
+        _C.resume(self.id)
+
+    def close(self) -> None:
+        """Tells the peers that this rank is done and gives the memory back. Not collective; may be called twice."""
+        if not self.closed:
+            self.closed = True
+            _C.leave(self.id)
+            self._release()
+
+    def _release(self) -> None:
+        drained = True
+        if self.id:
+            _C.set_closed(self.id)
+            _C.set_abort(self.id)
+            drained = _C.drain(self.id, 5_000_000_000)
+        if self._segment is not None and drained:  # a thread still inside an op keeps its memory
+            self._segment.close()
+            self._segment = None
+
+    def __enter__(self) -> Window:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Window:
+        return self  # a copied module sends through the same window
+
+    def __reduce__(self) -> str:
+        raise TypeError("a Window belongs to its process and cannot be pickled")
+
+
+def open_local(topology: Topology, *, heap: Heap | None = None, timeout: float = 60.0, **sizes: Any) -> list[Window]:
+    """The windows of all ranks of a topology inside this process, by world rank, on the local heap.
+
+    Args:
+        sizes: as for `Window`.
+    """
+    store, heap = HashStore(), heap or LocalHeap()
+    windows: list[Window | None] = [None] * topology.world_size
+    failures: list[BaseException] = []
+
+    def build(rank: int) -> None:
+        try:
+            bootstrap = Bootstrap(store, rank, topology.world_size, timeout=timeout)
+            windows[rank] = Window(topology, bootstrap, heap=heap, **sizes)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=build, args=(rank,)) for rank in range(topology.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        # The rank that failed knows more than those that were told.
+        raise next((e for e in failures if not isinstance(e, BootstrapError)), failures[0])
+    return [window for window in windows if window is not None]

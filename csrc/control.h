@@ -1,0 +1,153 @@
+// control.h: what a rank keeps about one window, and how host code finds it.
+//
+// A Control is allocated once per window and never freed, so that an op that comes late finds `closed`, not garbage.
+// An op's only protocol parameter is the window id; reset() changes the words in here, never an address.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "wire.h"
+
+namespace afd {
+
+// F: a slot between arrive and reply. The header is checked once, by arrive; later ops trust this copy, not the wire.
+struct Taken {
+  int64_t sequence;  // -1: not taken
+  int64_t at;        // ns
+  int32_t layer;
+  int32_t num_tokens;
+  int32_t routed;
+  int32_t reserved;
+};
+
+#define AFD_COUNTERS(X) X(dispatches) X(combines) X(items) X(replies) X(rows) X(tokens)
+
+enum Counter : int32_t {
+#define X(name) k_##name,
+  AFD_COUNTERS(X)
+#undef X
+      kCounters
+};
+
+struct Control {
+  Geometry geometry;
+  Layout layout;
+  int32_t role;
+  int32_t role_rank;
+  int32_t peers;       // ranks of the opposite role = regions of this window
+  int32_t generation;  // bumped by reset()
+  int32_t closed;
+  int32_t abort;   // set while reset() or close() drains: every wait ends
+  int32_t failed;  // 0, or 1 + index into `records` of the error that stopped this window
+  int32_t active;  // threads inside an op
+  int64_t deadline_ns;
+  int64_t poll_ns;
+  int64_t rows;  // F: the most rows arrive puts in one item
+  char* window;
+  char** peer;                // [peers] base address of each peer's window
+  int32_t* expert_map;        // [num_experts, 2]: F rank, local expert
+  int32_t* experts_per_rank;  // [ffn_size]
+  int64_t* next;              // A [stages]: sequence of the next dispatch
+  int64_t* ring;              // A [stages, depth]: sequence in flight, or -1
+  Taken* taken;               // F [slots]
+  int32_t* counts;            // F [slots, local_experts]
+  int32_t cursor;             // F: slot the next arrive looks at first
+  int32_t reserved;
+  int32_t* region;       // [peers] Sticky, as this rank has acted on it
+  ErrorRecord* records;  // [peers + 1]
+  int64_t* bytes_sent;   // [peers]
+  int64_t counters[kCounters];
+
+  int64_t slots() const { return peers * layout.slots_per_region; }
+  int64_t slot(int64_t region, int64_t stage, int64_t ring) const {
+    return (region * geometry.stages + stage) * geometry.depth + ring;
+  }
+  int32_t local_experts() const { return role == kFfn ? experts_per_rank[role_rank] : 0; }
+};
+
+inline int32_t& word(char* window, int64_t offset, int64_t index) {
+  return *reinterpret_cast<int32_t*>(window + offset + index * kWordStride);
+}
+
+// A slot seen from either side: `window` is the receiver's.
+struct Slot {
+  SlotHeader* header;
+  int32_t* counts;
+  Position* position;
+  float* weight;
+  char* payload;
+
+  Slot(char* window, const Layout& l, int64_t index) {
+    char* base = window + l.slots + index * l.slot_bytes;
+    header = reinterpret_cast<SlotHeader*>(base);
+    counts = reinterpret_cast<int32_t*>(base + sizeof(SlotHeader));
+    position = reinterpret_cast<Position*>(base + l.position);
+    weight = reinterpret_cast<float*>(base + l.weight);
+    payload = base + l.payload;
+  }
+};
+
+template <typename T>
+std::atomic_ref<T> atomic(T& v) {
+  static_assert(std::atomic_ref<T>::is_always_lock_free);  // a lock would not be shared between processes
+  return std::atomic_ref<T>(v);
+}
+
+const char* name(Kind kind);
+const char* name(Op op);
+const char* name(Field field);
+
+// Every error of an op starts "Kind in afd::op: "; errors.py turns that into an exception class.
+template <typename... Args>
+[[noreturn]] void raise(Kind kind, Op op, const Args&... args) {
+  std::ostringstream s;
+  s << name(kind) << " in afd::" << name(op) << ": ";
+  ((s << args), ...);
+  throw std::runtime_error(s.str());
+}
+
+int64_t now_ns();
+
+// The windows of this process by id. Ids start at 1, are never reused, and outlive close().
+int64_t publish(Control* control);
+Control* find(int64_t window);  // nullptr if there never was one
+
+// Error records. `where` says at which point of the protocol; the caller adds kind and peer (role rank, -1: itself).
+inline ErrorRecord where(Op op, int32_t layer, int32_t stage, int64_t ring, int64_t sequence) {
+  ErrorRecord r{};
+  r.op = static_cast<int32_t>(op);
+  r.layer = layer;
+  r.peer = -1;
+  r.stage = stage;
+  r.ring = static_cast<int32_t>(ring);
+  r.sequence = sequence;
+  return r;
+}
+std::string describe(const Control& c, const ErrorRecord& r);
+void record(Control& c, ErrorRecord r);
+void poison_peer(Control& c, int32_t peer, int32_t sticky = kPoisoned);
+// Stop this window: record, poison every peer, raise. The first error of a window is the one that is reported.
+[[noreturn]] void stop(Control& c, const ErrorRecord& r);
+void fail(Control& c, const ErrorRecord& r);
+// F: close one region and tell its owner; the others are served on.
+void close_region(Control& c, const ErrorRecord& r);
+[[noreturn]] void raise_failed(const Control& c, Op op);
+
+// An op's stay inside a window: refuses an unknown, closed, failed or wrong-role one; close() and reset() wait for it.
+class Entry {
+ public:
+  Entry(int64_t window, Role role, Op op);
+  ~Entry();
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+  Control& control() const { return *control_; }
+
+ private:
+  Control* control_;
+};
+
+}  // namespace afd

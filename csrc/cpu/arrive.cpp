@@ -1,0 +1,139 @@
+// arrive: wait for any slot, choose what to compute together, say so.
+//   moves    one flag word per slot; headers of ready slots
+//   order    flag (acquire), then header; the header is checked here once and its counts are copied out of the window
+//   waits    until a slot is ready or the poll interval is over; an empty item is not an error
+//   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
+//
+// Fairness: the scan starts at a cursor. The first ready slot gives the item its layer. A ready slot of another layer
+// is passed over, one whose rows do not fit ends the scan; the cursor stays at the first slot that was left behind, so
+// it heads the next item and no region starves.
+#include <torch/csrc/stable/library.h>
+
+#include "../checks.h"
+#include "wait.h"
+
+namespace afd {
+namespace {
+
+// Acts on peers that ended; their slots are never looked at again.
+void watch_peers(Control& c) {
+  for (int32_t p = 0; p < c.peers; ++p) {
+    if (c.region[p] != kAlive) continue;
+    const int32_t sticky = atomic(word(c.window, c.layout.sticky, p)).load(std::memory_order_acquire);
+    if (sticky == kLeft) {
+      atomic(c.region[p]).store(kLeft);
+    } else if (sticky == kPoisoned) {
+      ErrorRecord r = where(Op::arrive, -1, -1, -1, -1);
+      r.kind = static_cast<int32_t>(Kind::PeerFailed);
+      r.peer = p;
+      close_region(c, r);
+    }
+  }
+}
+
+// Checks a ready slot's header and remembers it; false (region closed) if the protocol does not allow it.
+bool admit(Control& c, int64_t index, int32_t region, int32_t stage, int32_t ring) {
+  const Geometry& g = c.geometry;
+  const Slot slot(c.window, c.layout, index);
+  const SlotHeader h = *slot.header;
+  ErrorRecord r = where(Op::arrive, h.layer, stage, ring, h.sequence);
+  r.kind = static_cast<int32_t>(Kind::Protocol);
+  r.peer = region;
+  const auto fails = [&](bool bad, Field field, int64_t expected, int64_t seen) {
+    if (!bad) return false;
+    r.field = static_cast<int32_t>(field);
+    r.expected = expected;
+    r.seen = seen;
+    close_region(c, r);
+    return true;
+  };
+  if (fails(h.magic != kHeaderMagic, Field::magic, kHeaderMagic, h.magic) ||
+      fails(h.version != kWireVersion, Field::version, kWireVersion, h.version) ||
+      fails(h.generation != c.generation, Field::generation, c.generation, h.generation) ||
+      fails(h.flags != 0, Field::flags, 0, h.flags) ||
+      fails(h.sequence < 0 || h.sequence % g.depth != ring, Field::sequence, ring, h.sequence) ||
+      fails(h.layer < 0, Field::layer, 0, h.layer) ||
+      fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens))
+    return false;
+  int32_t* counts = c.counts + index * g.local_experts;
+  const int64_t most = static_cast<int64_t>(h.num_tokens) * g.topk;
+  int64_t sum = 0;
+  for (int64_t e = 0; e < g.local_experts; ++e) {
+    counts[e] = slot.counts[e];
+    const int64_t limit = e < c.local_experts() ? most : 0;
+    if (fails(counts[e] < 0 || counts[e] > limit, Field::counts, limit, counts[e])) return false;
+    sum += counts[e];
+  }
+  if (fails(sum != h.routed || sum > most, Field::counts, h.routed, sum)) return false;
+  c.taken[index] = {-1, 0, h.layer, h.num_tokens, h.routed, 0};
+  return true;
+}
+
+// Fills the item with what is ready; returns the number of slots taken.
+int32_t choose(Control& c, int32_t* item) {
+  const int64_t slots = c.slots();
+  int32_t count = 0;
+  int64_t rows = 0, cursor = c.cursor;
+  bool left_behind = false;
+  for (int64_t i = 0; i < slots; ++i) {
+    const int64_t index = (c.cursor + i) % slots;
+    const auto region = static_cast<int32_t>(index / c.layout.slots_per_region);
+    if (c.region[region] != kAlive || c.taken[index].sequence >= 0 ||
+        atomic(word(c.window, c.layout.flags, index)).load(std::memory_order_acquire) != kReady)
+      continue;
+    const auto stage = static_cast<int32_t>(index / c.geometry.depth % c.geometry.stages);
+    const auto ring = static_cast<int32_t>(index % c.geometry.depth);
+    if (!admit(c, index, region, stage, ring)) continue;
+    Taken& taken = c.taken[index];
+    const bool fits = count == 0 || rows + taken.routed <= c.rows;
+    if (count > 0 && (!fits || taken.layer != item[kItemLayer])) {
+      if (!left_behind) cursor = index;
+      left_behind = true;
+      if (!fits) break;
+      continue;
+    }
+    taken.sequence = Slot(c.window, c.layout, index).header->sequence;
+    taken.at = now_ns();
+    rows += taken.routed;
+    item[kItemLayer] = taken.layer;
+    int32_t* s = item + (1 + count++) * kItemWords;
+    s[kItemRegion] = region;
+    s[kItemStage] = stage;
+    s[kItemRing] = ring;
+    s[kItemSequenceLow] = low(taken.sequence);
+    s[kItemSequenceHigh] = high(taken.sequence);
+    s[kItemTokens] = taken.num_tokens;
+    s[kItemRouted] = taken.routed;
+    if (!left_behind) cursor = (index + 1) % slots;
+  }
+  c.cursor = static_cast<int32_t>(cursor);
+  item[kItemGeneration] = c.generation;
+  item[kItemCount] = count;
+  item[kItemRows] = static_cast<int32_t>(rows);
+  return count;
+}
+
+Tensor arrive_cpu(Tensor port, int64_t window) {
+  constexpr Op op = Op::arrive;
+  Entry entry(window, kFfn, op);
+  Control& c = entry.control();
+  read_port(c, op, port);
+  Tensor item = torch::stable::new_zeros(port, {1 + c.slots(), kItemWords}, ScalarType::Int);
+  auto* out = static_cast<int32_t*>(item.mutable_data_ptr());
+  Backoff backoff;
+  for (;;) {
+    watch_peers(c);
+    if (choose(c, out) > 0) break;
+    if (atomic(c.abort).load() != 0) raise(Kind::Aborted, op, "the window is being reset or closed");
+    if (atomic(c.failed).load() != 0) raise_failed(c, op);
+    if (backoff.pause() >= c.poll_ns) return item;
+  }
+  atomic(c.counters[k_items]).fetch_add(1, std::memory_order_relaxed);
+  atomic(c.counters[k_rows]).fetch_add(out[kItemRows], std::memory_order_relaxed);
+  return item;
+}
+
+}  // namespace
+}  // namespace afd
+
+STABLE_TORCH_LIBRARY_IMPL(afd, CPU, m) { m.impl("arrive", TORCH_BOX(&afd::arrive_cpu)); }

@@ -1,0 +1,390 @@
+// The Python module afd_ops._C: constants of wire.h, and the calls by which window.py builds and ends a window.
+// Nothing here is on a model's path; that is what the ops are for. Limited API, so one build serves every Python.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "control.h"
+#include "cpu/wait.h"
+
+#ifndef AFD_SOURCE_DIGEST
+#error "setup.py defines AFD_SOURCE_DIGEST"
+#endif
+
+namespace {
+
+using namespace afd;
+
+bool read_ints(PyObject* sequence, std::vector<int64_t>& out) {
+  const Py_ssize_t n = PySequence_Size(sequence);
+  if (n < 0) return false;
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    PyObject* item = PySequence_GetItem(sequence, i);
+    if (item == nullptr) return false;
+    out.push_back(PyLong_AsLongLong(item));
+    Py_DECREF(item);
+    if (PyErr_Occurred()) return false;
+  }
+  return true;
+}
+
+bool read_geometry(PyObject* sequence, Geometry& g) {
+  std::vector<int64_t> v;
+  if (!read_ints(sequence, v)) return false;
+  if (v.size() * sizeof(int64_t) != sizeof(Geometry)) {
+    PyErr_SetString(PyExc_ValueError, "geometry has the wrong number of fields");
+    return false;
+  }
+  std::memcpy(&g, v.data(), sizeof(Geometry));
+  return true;
+}
+
+// Adds value under name to a dict; takes the reference.
+void put(PyObject* dict, const char* key, PyObject* value) {
+  if (value == nullptr) return;
+  PyDict_SetItemString(dict, key, value);
+  Py_DECREF(value);
+}
+
+void put(PyObject* dict, const char* key, int64_t value) { put(dict, key, PyLong_FromLongLong(value)); }
+
+PyObject* to_tuple(const int64_t* values, int64_t n) {
+  PyObject* tuple = PyTuple_New(n);
+  for (int64_t i = 0; tuple != nullptr && i < n; ++i) PyTuple_SetItem(tuple, i, PyLong_FromLongLong(values[i]));
+  return tuple;
+}
+
+Control* control_of(PyObject* args) {
+  long long window = 0;
+  if (!PyArg_ParseTuple(args, "L", &window)) return nullptr;
+  Control* c = find(window);
+  if (c == nullptr) PyErr_Format(PyExc_ValueError, "window %lld does not exist in this process", window);
+  return c;
+}
+
+PyObject* layout(PyObject*, PyObject* args) {
+  PyObject* sequence = nullptr;
+  Geometry g{};
+  if (!PyArg_ParseTuple(args, "O", &sequence) || !read_geometry(sequence, g)) return nullptr;
+  const Layout l = layout_of(g);
+  PyObject* out = PyDict_New();
+#define X(name) put(out, #name, l.name);
+  AFD_LAYOUT(X)
+#undef X
+  return out;
+}
+
+PyObject* py_window_bytes(PyObject*, PyObject* args) {
+  PyObject* sequence = nullptr;
+  long long regions = 0;
+  Geometry g{};
+  if (!PyArg_ParseTuple(args, "OL", &sequence, &regions) || !read_geometry(sequence, g)) return nullptr;
+  return PyLong_FromLongLong(window_bytes(layout_of(g), regions));
+}
+
+PyObject* py_ticket_width(PyObject*, PyObject* args) {
+  long long ffn_size = 0;
+  if (!PyArg_ParseTuple(args, "L", &ffn_size)) return nullptr;
+  return PyLong_FromLongLong(ticket_width(ffn_size));
+}
+
+// Zeroed and never freed: see control.h.
+template <typename T>
+T* forever(int64_t n) {
+  void* p = std::aligned_alloc(64, (n * sizeof(T) + 64) / 64 * 64);
+  if (p == nullptr) throw std::bad_alloc();
+  std::memset(p, 0, n * sizeof(T));
+  return static_cast<T*>(p);
+}
+
+// What a new window and a reset one have in common.
+void clear_state(Control& c) {
+  std::fill_n(c.next, c.geometry.stages, 0);
+  std::fill_n(c.ring, c.geometry.stages * c.geometry.depth, -1);
+  std::fill_n(c.taken, c.slots(), Taken{-1, 0, 0, 0, 0, 0});
+  std::fill_n(c.region, c.peers, static_cast<int32_t>(kAlive));
+  std::fill_n(c.records, c.peers + 1, ErrorRecord{});
+  c.cursor = 0;
+  atomic(c.failed).store(0);
+}
+
+PyObject* open(PyObject*, PyObject* args) {
+  PyObject *geometry = nullptr, *peers = nullptr, *map = nullptr;
+  int role = 0, role_rank = 0;
+  long long deadline_ns = 0, poll_ns = 0, rows = 0, address = 0;
+  Geometry g{};
+  std::vector<int64_t> peer, experts;
+  if (!PyArg_ParseTuple(args, "OiiLLLLOO", &geometry, &role, &role_rank, &deadline_ns, &poll_ns, &rows, &address,
+                        &peers, &map) ||
+      !read_geometry(geometry, g) || !read_ints(peers, peer) || !read_ints(map, experts))
+    return nullptr;
+  const int64_t expected_peers = role == kAttention ? g.ffn_size : g.attention_size;
+  if (static_cast<int64_t>(peer.size()) != expected_peers ||
+      static_cast<int64_t>(experts.size()) != 2 * g.num_experts) {
+    PyErr_SetString(PyExc_ValueError, "peer addresses or expert map have the wrong length");
+    return nullptr;
+  }
+  try {
+    auto* c = forever<Control>(1);
+    c->geometry = g;
+    c->layout = layout_of(g);
+    c->role = role;
+    c->role_rank = role_rank;
+    c->peers = static_cast<int32_t>(peer.size());
+    c->deadline_ns = deadline_ns;
+    c->poll_ns = poll_ns;
+    c->rows = rows;
+    c->window = reinterpret_cast<char*>(address);
+    c->peer = forever<char*>(c->peers);
+    for (int32_t p = 0; p < c->peers; ++p) c->peer[p] = reinterpret_cast<char*>(peer[p]);
+    c->expert_map = forever<int32_t>(2 * g.num_experts);
+    c->experts_per_rank = forever<int32_t>(g.ffn_size);
+    for (int64_t e = 0; e < g.num_experts; ++e) {
+      c->expert_map[2 * e] = static_cast<int32_t>(experts[2 * e]);
+      c->expert_map[2 * e + 1] = static_cast<int32_t>(experts[2 * e + 1]);
+      ++c->experts_per_rank[experts[2 * e]];
+    }
+    c->next = forever<int64_t>(g.stages);
+    c->ring = forever<int64_t>(g.stages * g.depth);
+    c->taken = forever<Taken>(c->slots());
+    c->counts = forever<int32_t>(c->slots() * g.local_experts);
+    c->region = forever<int32_t>(c->peers);
+    c->records = forever<ErrorRecord>(c->peers + 1);
+    c->bytes_sent = forever<int64_t>(c->peers);
+    clear_state(*c);
+    return PyLong_FromLongLong(publish(c));
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_MemoryError, e.what());
+    return nullptr;
+  }
+}
+
+PyObject* facts(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  PyObject* out = PyDict_New();
+#define X(name) put(out, #name, c->geometry.name);
+  AFD_GEOMETRY(X)
+#undef X
+  put(out, "role", c->role);
+  put(out, "slots", c->slots());
+  put(out, "owned_experts", c->local_experts());
+  put(out, "generation", c->generation);
+  put(out, "rows", c->rows);
+  return out;
+}
+
+PyObject* set_abort(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  atomic(c->abort).store(1);
+  Py_RETURN_NONE;
+}
+
+PyObject* set_closed(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  atomic(c->closed).store(1);
+  Py_RETURN_NONE;
+}
+
+PyObject* drain(PyObject*, PyObject* args) {
+  long long window = 0, timeout_ns = 0;
+  if (!PyArg_ParseTuple(args, "LL", &window, &timeout_ns)) return nullptr;
+  Control* c = find(window);
+  if (c == nullptr) {
+    PyErr_SetString(PyExc_ValueError, "no such window");
+    return nullptr;
+  }
+  bool empty = false;
+  Py_BEGIN_ALLOW_THREADS;
+  Backoff backoff;
+  while (!(empty = atomic(c->active).load() == 0) && backoff.pause() < timeout_ns) {
+  }
+  Py_END_ALLOW_THREADS;
+  return PyBool_FromLong(empty);
+}
+
+// The state words, flags, sticky words and headers of this rank; nobody may be inside an op or write to the window.
+PyObject* rewind(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  std::memset(c->window, 0, c->layout.slots);
+  for (int64_t i = 0; i < c->slots(); ++i) std::memset(Slot(c->window, c->layout, i).header, 0, c->layout.position);
+  clear_state(*c);
+  Py_RETURN_NONE;
+}
+
+PyObject* resume(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  ++c->generation;
+  atomic(c->abort).store(0);
+  Py_RETURN_NONE;
+}
+
+PyObject* to_dict(const Control& c, const ErrorRecord& r) {
+  PyObject* out = PyDict_New();
+  put(out, "kind", PyUnicode_FromString(name(static_cast<Kind>(r.kind))));
+  put(out, "message", PyUnicode_FromString(describe(c, r).c_str()));
+  put(out, "op", PyUnicode_FromString(name(static_cast<Op>(r.op))));
+  put(out, "peer", r.peer);
+  put(out, "layer", r.layer);
+  put(out, "stage", r.stage);
+  put(out, "ring", r.ring);
+  put(out, "sequence", r.sequence);
+  put(out, "generation", r.generation);
+  return out;
+}
+
+PyObject* check(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  for (int32_t p = 0; c->role == kAttention && p < c->peers && atomic(c->failed).load() == 0; ++p) {
+    if (atomic(word(c->window, c->layout.sticky, p)).load(std::memory_order_acquire) != kPoisoned) continue;
+    ErrorRecord r = where(Op::host, -1, -1, -1, -1);
+    r.kind = static_cast<int32_t>(Kind::PeerFailed);
+    r.peer = p;
+    fail(*c, r);
+  }
+  const int32_t failed = atomic(c->failed).load();
+  if (failed == 0) Py_RETURN_NONE;
+  return to_dict(*c, c->records[failed - 1]);
+}
+
+PyObject* errors(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  PyObject* out = PyList_New(0);
+  for (int32_t i = 0; i <= c->peers; ++i) {
+    if (atomic(c->records[i].valid).load(std::memory_order_acquire) == 0) continue;
+    PyObject* item = to_dict(*c, c->records[i]);
+    PyList_Append(out, item);
+    Py_DECREF(item);
+  }
+  return out;
+}
+
+PyObject* poison(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  ErrorRecord r = where(Op::host, -1, -1, -1, -1);
+  r.kind = static_cast<int32_t>(Kind::Failed);
+  fail(*c, r);
+  Py_RETURN_NONE;
+}
+
+PyObject* leave(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  for (int32_t p = 0; p < c->peers; ++p) poison_peer(*c, p, kLeft);
+  Py_RETURN_NONE;
+}
+
+PyObject* regions(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  std::vector<int64_t> v(c->region, c->region + c->peers);
+  return to_tuple(v.data(), c->peers);
+}
+
+PyObject* in_flight(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  int64_t n = 0;
+  for (int64_t i = 0; i < c->geometry.stages * c->geometry.depth; ++i) n += c->ring[i] >= 0;
+  return PyLong_FromLongLong(n);
+}
+
+PyObject* stats(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  PyObject* out = PyDict_New();
+#define X(name) put(out, #name, c->counters[k_##name]);
+  AFD_COUNTERS(X)
+#undef X
+  put(out, "bytes_sent", to_tuple(c->bytes_sent, c->peers));
+  return out;
+}
+
+// For tests and debuggers: where the state lies.
+PyObject* addresses(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  PyObject* out = PyDict_New();
+  const auto at = [out](const char* key, const void* p) {
+    put(out, key, static_cast<int64_t>(reinterpret_cast<uintptr_t>(p)));
+  };
+  at("window", c->window);
+  at("next", c->next);
+  at("ring", c->ring);
+  at("taken", c->taken);
+  at("cursor", &c->cursor);
+  return out;
+}
+
+PyMethodDef kMethods[] = {
+    {"layout", layout, METH_VARARGS, "layout(geometry) -> dict of byte offsets"},
+    {"window_bytes", py_window_bytes, METH_VARARGS, "window_bytes(geometry, regions) -> bytes of a window"},
+    {"ticket_width", py_ticket_width, METH_VARARGS, "ticket_width(ffn_size) -> columns of a ticket"},
+    {"open", open, METH_VARARGS,
+     "open(geometry, role, role_rank, deadline_ns, poll_ns, rows, address, peer addresses, expert map) -> window id"},
+    {"facts", facts, METH_VARARGS, "facts(window) -> dict of what the fakes need"},
+    {"set_abort", set_abort, METH_VARARGS, "set_abort(window): every wait ends, no op begins"},
+    {"set_closed", set_closed, METH_VARARGS, "set_closed(window): for good"},
+    {"drain", drain, METH_VARARGS, "drain(window, timeout_ns) -> whether no thread is inside an op any more"},
+    {"rewind", rewind, METH_VARARGS, "rewind(window): back to the state of a new window"},
+    {"resume", resume, METH_VARARGS, "resume(window): next generation, ops may begin"},
+    {"check", check, METH_VARARGS, "check(window) -> None or the error that stopped it"},
+    {"errors", errors, METH_VARARGS, "errors(window) -> every error record"},
+    {"poison", poison, METH_VARARGS, "poison(window): this rank gives up and tells its peers"},
+    {"leave", leave, METH_VARARGS, "leave(window): tell the peers that this rank is done"},
+    {"regions", regions, METH_VARARGS, "regions(window) -> a sticky state per peer, as acted on"},
+    {"in_flight", in_flight, METH_VARARGS, "in_flight(window) -> dispatches without their combine"},
+    {"stats", stats, METH_VARARGS, "stats(window) -> dict of counters"},
+    {"addresses", addresses, METH_VARARGS, "addresses(window) -> dict, for tests and debuggers"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
+
+void add_names(PyObject* module, const char* attribute, std::initializer_list<const char*> names) {
+  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(names.size()));
+  Py_ssize_t i = 0;
+  for (const char* n : names) PyTuple_SetItem(tuple, i++, PyUnicode_FromString(n));
+  PyModule_AddObject(module, attribute, tuple);
+}
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__C() {
+  PyObject* m = PyModule_Create(&kModule);
+  if (m == nullptr) return nullptr;
+  PyModule_AddStringConstant(m, "SOURCE_DIGEST", AFD_SOURCE_DIGEST);
+  PyModule_AddIntConstant(m, "WIRE_VERSION", kWireVersion);
+  PyModule_AddIntConstant(m, "HEADER_MAGIC", kHeaderMagic);
+  PyModule_AddIntConstant(m, "HEADER_BYTES", sizeof(SlotHeader));
+  PyModule_AddIntConstant(m, "PORT_MAGIC", kPortMagic);
+  PyModule_AddIntConstant(m, "PORT_WORDS", kPortWords);
+  PyModule_AddIntConstant(m, "ITEM_WORDS", kItemWords);
+  PyModule_AddIntConstant(m, "ITEM_COUNT", kItemCount);
+  PyModule_AddIntConstant(m, "ITEM_LAYER", kItemLayer);
+  PyModule_AddIntConstant(m, "ITEM_ROWS", kItemRows);
+  PyModule_AddIntConstant(m, "WORD_STRIDE", kWordStride);
+  PyModule_AddIntConstant(m, "MAX_RANKS", kMaxRanks);
+  PyModule_AddIntConstant(m, "MAX_DEPTH", kMaxDepth);
+  PyModule_AddIntConstant(m, "READY", kReady);
+  PyModule_AddIntConstant(m, "ALIVE", kAlive);
+  PyModule_AddIntConstant(m, "LEFT", kLeft);
+  PyModule_AddIntConstant(m, "POISONED", kPoisoned);
+#define X(name) #name,
+#define XD(name, bytes) #name,
+  add_names(m, "KINDS", {AFD_KINDS(X)});
+  add_names(m, "GEOMETRY", {AFD_GEOMETRY(X)});
+  add_names(m, "DTYPES", {AFD_DTYPES(XD)});
+#undef X
+#undef XD
+  return m;
+}

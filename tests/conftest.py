@@ -1,0 +1,33 @@
+"""Every test has a watchdog: when it is late, all stacks are dumped and the process ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+WATCHDOG_SECONDS = 150
+
+
+@pytest.fixture(autouse=True)
+def watchdog() -> Iterator[None]:
+    faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def seed() -> int:
+    """AFD_SEED, or a fresh one; printed, so that a failure can be repeated."""
+    value = int(os.environ.get("AFD_SEED", int.from_bytes(os.urandom(4), "little")))
+    print(f"AFD_SEED={value}")
+    torch.manual_seed(value)
+    return value
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # several ranks share the cores

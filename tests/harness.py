@@ -1,0 +1,195 @@
+"""Ranks for tests: expert-specific experts, a cluster inside this process, a cluster of processes."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import multiprocessing
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import afd_ops
+from afd_ops import _C
+from afd_ops.reference import round_trip
+
+# Small integers: every product and sum below is exact in float32, bfloat16 and float16, in any order.
+SIZES: dict[str, Any] = dict(hidden=16, topk=2, tokens=16, dtype=torch.float32, deadline=20.0, poll_interval=0.002)
+
+
+def expert(index: int, row: Tensor) -> Tensor:
+    """What logical expert `index` does: no two experts agree, so a row sent to the wrong one shows."""
+    return row * (index % 3 + 1) + index
+
+
+def experts_of(topology: afd_ops.Topology, ffn_rank: int) -> afd_ops.Experts:
+    owned = topology.experts_of(ffn_rank)
+
+    def experts(rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
+        out, begin = torch.full_like(rows, float("nan")), 0
+        for index, end in zip(owned, offsets.tolist(), strict=True):
+            out[begin:end] = expert(index, rows[begin:end])
+            begin = end
+        return out
+
+    return experts
+
+
+def random_step(
+    topology: afd_ops.Topology,
+    count: int,
+    *,
+    hidden: int = 16,
+    topk: int = 2,
+    dtype: torch.dtype = torch.float32,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`count` tokens: x, topk_ids (some -1, some twice in a row), topk_weights, base: small integers."""
+    return (
+        torch.randint(-3, 4, (count, hidden)).to(dtype),
+        torch.randint(-1, topology.num_experts, (count, topk)),
+        torch.randint(0, 3, (count, topk)).float(),
+        torch.randint(-3, 4, (count, hidden)).to(dtype),
+    )
+
+
+def expected(topology: afd_ops.Topology, x: Tensor, ids: Tensor, weights: Tensor, base: Tensor) -> Tensor:
+    return round_trip(x, ids, weights, base, topology, expert)
+
+
+def fill_with_nan(window: afd_ops.Window) -> None:
+    """Every field of every slot but the header: what is read without having been written shows."""
+    layout, address = window.geometry.layout, _C.addresses(window.id)["window"]
+    for slot in range(_C.facts(window.id)["slots"]):
+        start = address + layout["slots"] + slot * layout["slot_bytes"] + layout["position"]
+        ctypes.memset(start, 0xFF, layout["slot_bytes"] - layout["position"])
+
+
+@contextmanager
+def windows(topology: afd_ops.Topology, **sizes: Any) -> Iterator[list[afd_ops.Window]]:
+    """The windows of all ranks in this process, NaN-filled, closed at the end."""
+    opened = afd_ops.open_local(topology, **{**SIZES, **sizes})
+    for window in opened:
+        fill_with_nan(window)
+    try:
+        yield opened
+    finally:
+        for window in opened:
+            window.close()
+
+
+@contextmanager
+def serving(
+    topology: afd_ops.Topology,
+    make_experts: Callable[[afd_ops.Topology, int], afd_ops.Experts] = experts_of,
+    **sizes: Any,
+) -> Iterator[list[afd_ops.Window]]:
+    """The attention ranks' windows, with every FFN rank served by a thread of its own."""
+    with windows(topology, **sizes) as opened:
+        servers = [
+            afd_ops.ExpertServer(w, make_experts(topology, w.role_rank)) for w in opened[topology.attention_size :]
+        ]
+        failures: list[BaseException] = []
+
+        def serve(server: afd_ops.ExpertServer) -> None:
+            try:
+                server.run()
+            except (afd_ops.ClosedError, afd_ops.AbortedError):
+                pass
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=serve, args=(server,), daemon=True) for server in servers]
+        for thread in threads:
+            thread.start()
+        try:
+            yield opened[: topology.attention_size]
+        finally:
+            for server in servers:
+                server.stop()
+            for thread in threads:
+                thread.join(30)
+        if failures:
+            raise failures[0]
+
+
+def _child(
+    body: Callable[..., Any],
+    rank: int,
+    address: str,
+    topology: afd_ops.Topology,
+    args: tuple[Any, ...],
+    sizes: dict[str, Any],
+    results: Any,
+) -> None:
+    faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
+    torch.set_num_threads(1)
+    try:
+        bootstrap = afd_ops.Bootstrap.connect(address, rank, topology.world_size, timeout=20)
+        results.put((rank, body(topology, bootstrap, {**SIZES, **sizes}, *args), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+
+
+def run_processes(
+    topology: afd_ops.Topology, body: Callable[..., Any], *args: Any, timeout: float = 90.0, **sizes: Any
+) -> list[Any]:
+    """body(topology, bootstrap, sizes, *args) in a process per rank; its results by world rank.
+
+    The processes fork from a server that has torch and afd_ops loaded; a rank that raises fails the test with its
+    traceback, one that is late is killed by its process id.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "afd_ops", "harness"])
+    results = context.SimpleQueue()
+    address = f"127.0.0.1:{free_port()}"
+    children = [
+        context.Process(target=_child, args=(body, rank, address, topology, args, sizes, results), daemon=True)
+        for rank in range(topology.world_size)
+    ]
+    for child in children:
+        child.start()
+    deadline = time.monotonic() + timeout
+    collected: dict[int, Any] = {}
+    failed: list[str] = []
+    try:
+        while len(collected) + len(failed) < len(children):
+            if not results.empty():
+                rank, value, error = results.get()
+                if error:
+                    failed.append(f"rank {rank}:\n{error}")
+                else:
+                    collected[rank] = value
+            elif time.monotonic() > deadline:
+                missing = sorted(set(range(len(children))) - set(collected))
+                raise TimeoutError(f"ranks {missing} gave no result within {timeout} s\n" + "\n".join(failed))
+            else:
+                time.sleep(0.002)
+    finally:
+        for child in children:
+            child.join(max(0.1, min(5.0, deadline - time.monotonic())))
+            if child.is_alive():
+                child.kill()
+    if failed:
+        raise AssertionError("\n".join(failed))
+    return [collected[rank] for rank in range(len(children))]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def serve(topology: afd_ops.Topology, window: afd_ops.Window) -> dict[str, Any]:
+    """The FFN rank's half of a multi-process test."""
+    afd_ops.ExpertServer(window, experts_of(topology, window.role_rank)).run()
+    return window.stats()

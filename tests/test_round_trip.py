@@ -1,0 +1,213 @@
+"""The round trip against the oracle, row by row, with expert-specific experts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import harness
+import pytest
+import torch
+from harness import expected, random_step
+
+import afd_ops
+
+SHAPES = [(1, 1, 4), (1, 3, 7), (3, 1, 5), (3, 2, 5), (2, 2, 1), (2, 3, 2)]  # attention, ffn, experts
+
+
+@pytest.mark.parametrize(("attention", "ffn", "num_experts"), SHAPES)
+@pytest.mark.parametrize("topk", [1, 2, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_row_equals_the_oracle(
+    attention: int, ffn: int, num_experts: int, topk: int, dtype: torch.dtype, seed: int
+) -> None:
+    topology = afd_ops.Topology(attention, ffn, num_experts)
+    with harness.serving(topology, topk=topk, dtype=dtype) as windows:
+        for tokens in (0, 1, 5, 16, 4, 1, 0, 3):  # shrinking too: the tail of an earlier step must not be read
+            for layer, window in enumerate(windows):
+                count = max(0, tokens - layer)  # differs per rank
+                step = random_step(topology, count, topk=topk, dtype=dtype)
+                x, ids, weights, base = step
+                out = afd_ops.RemoteExperts(layer).attach(window)(x, ids, weights, base)
+                assert out.dtype == dtype
+                assert torch.equal(out, expected(topology, *step)), (tokens, layer)
+
+
+@pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 3), (2, 1), (3, 2)])
+def test_lanes_and_rings_in_any_order(stages: int, depth: int, seed: int) -> None:
+    """All lanes full, answers taken in another order than they were asked for."""
+    topology = afd_ops.Topology(2, 2, 5)
+    with harness.serving(topology, stages=stages, depth=depth) as windows:
+        for turn in range(6):
+            flights = []
+            for window, stage, _ in itertools.product(windows, range(stages), range(depth)):
+                step = random_step(topology, 1 + turn)
+                module = afd_ops.RemoteExperts(turn, stage).attach(window)
+                flights.append((module, module.dispatch(*step[:3]), step))
+            for module, ticket, step in reversed(flights):
+                assert torch.equal(module.combine(ticket, step[3]), expected(topology, *step))
+
+
+def test_base_may_have_another_dtype(seed: int) -> None:
+    topology = afd_ops.Topology(1, 2, 4)
+    with harness.serving(topology, dtype=torch.bfloat16) as (window,):
+        x, ids, weights, base = random_step(topology, 9, dtype=torch.bfloat16)
+        module = afd_ops.RemoteExperts(0).attach(window)
+        out = module.combine(module.dispatch(x, ids, weights), base.float())
+        assert out.dtype == torch.float32
+        assert torch.equal(out, expected(topology, x, ids, weights, base.float()))
+
+
+def test_no_base_means_zeros(seed: int) -> None:
+    topology = afd_ops.Topology(1, 1, 4)
+    with harness.serving(topology) as (window,):
+        x, ids, weights, base = random_step(topology, 9)
+        out = afd_ops.RemoteExperts(0).attach(window)(x, ids, weights)
+        assert torch.equal(out, expected(topology, x, ids, weights, torch.zeros_like(base)))
+
+
+@pytest.mark.parametrize("case", ["one expert", "one ffn rank", "nobody", "an ffn rank without experts", "duplicates"])
+def test_lopsided_routing(case: str, seed: int) -> None:
+    """faults: all tokens to one expert or rank; only padding; a rank that owns nothing; an expert twice in a row."""
+    topology = afd_ops.Topology(2, 3, 4)  # blocks of 2: ffn 2 owns nothing
+    assert topology.experts_of(2) == []
+    with harness.serving(topology) as windows:
+        for window in windows:
+            x, ids, weights, base = random_step(topology, 16)
+            if case == "one expert":
+                ids[:] = 3
+            elif case == "one ffn rank":
+                ids = torch.randint(0, 2, ids.shape)
+            elif case == "nobody":
+                ids[:] = -1
+            elif case == "duplicates":
+                ids = ids[:, :1].expand(-1, 2)
+            out = afd_ops.RemoteExperts(0).attach(window)(x, ids, weights, base)
+            assert torch.equal(out, expected(topology, x, ids, weights, base))
+
+
+def test_padding_rows_may_hold_anything(seed: int) -> None:
+    """fault: padding multiplied by zero instead of skipped; NaN would spread."""
+    topology = afd_ops.Topology(1, 2, 4)
+    with harness.serving(topology) as (window,):
+        x, ids, weights, base = random_step(topology, 8)
+        ids[3:] = -1
+        x[3:], weights[3:] = float("nan"), float("nan")
+        out = afd_ops.RemoteExperts(0).attach(window)(x, ids, weights, base)
+        assert torch.equal(out[3:], base[3:])
+        assert torch.equal(out[:3], expected(topology, x[:3], ids[:3], weights[:3], base[:3]))
+
+
+@pytest.mark.parametrize("width", [torch.int32, torch.int64])
+def test_strided_arguments_are_read_where_they_lie(width: torch.dtype, seed: int) -> None:
+    """faults: non-contiguous arguments read with the wrong stride; 32 and 64 bit ids confused."""
+    topology = afd_ops.Topology(1, 2, 5)
+    with harness.serving(topology) as (window,):
+        x, ids, weights, base = random_step(topology, 8)
+        wide = torch.cat([torch.full_like(x, 9.0), x, torch.full_like(x, 9.0)], dim=1)[:, 16:32]
+        assert not wide.is_contiguous()
+        module = afd_ops.RemoteExperts(0).attach(window)
+        strided_base = torch.stack([base, torch.full_like(base, 9.0)], dim=1)[:, 0]
+        out = module(wide, ids.to(width).t().contiguous().t(), weights.t().contiguous().t(), strided_base)
+        assert torch.equal(out, expected(topology, x, ids, weights, base))
+
+
+def test_a_custom_expert_map_is_followed(seed: int) -> None:
+    topology = afd_ops.Topology(1, 2, 4, expert_map=((1, 1), (0, 0), (1, 0), (1, 2)))
+    with harness.serving(topology) as (window,):
+        step = random_step(topology, 16)
+        assert torch.equal(afd_ops.RemoteExperts(0).attach(window)(*step), expected(topology, *step))
+
+
+def test_two_runs_are_bit_equal(seed: int) -> None:
+    topology = afd_ops.Topology(1, 3, 7)
+    with harness.serving(topology, dtype=torch.bfloat16, topk=4) as (window,):
+        module = afd_ops.RemoteExperts(0).attach(window)
+        x, ids, weights = torch.randn(16, 16).bfloat16(), torch.randint(0, 7, (16, 4)), torch.rand(16, 4)
+        first, second = module(x, ids, weights), module(x, ids, weights)
+        assert torch.equal(first, second)
+
+
+def test_outputs_alias_nothing(seed: int) -> None:
+    """fault: an output that is a view of an input or of the window is overwritten later; opcheck does not notice."""
+    topology = afd_ops.Topology(1, 1, 2)
+    with harness.windows(topology) as (window, peer):
+        x, ids, weights, base = random_step(topology, 4)
+        module, server = (
+            afd_ops.RemoteExperts(0).attach(window),
+            afd_ops.ExpertServer(peer, harness.experts_of(topology, 0)),
+        )
+        ticket = module.dispatch(x, ids, weights)
+        item = torch.ops.afd.arrive(server.port, peer.id)
+        rows, scales, offsets = torch.ops.afd.receive(item, server.port, peer.id, int(item[0, 3]))
+        torch.ops.afd.reply(server.experts(rows, scales, offsets, 0), item, server.port, peer.id)
+        out = module.combine(ticket, base)
+        inputs = {t.untyped_storage().data_ptr() for t in (x, ids, weights, base, module.port, server.port)}
+        outputs = [t.untyped_storage().data_ptr() for t in (ticket, item, rows, offsets, out)]
+        assert not inputs & set(outputs)
+        assert len(set(outputs)) == len(outputs)
+        for w in (window, peer):
+            start = afd_ops._C.addresses(w.id)["window"]
+            assert not any(start <= address < start + w.geometry.window_bytes() for address in outputs)
+
+
+def test_slots_that_are_ready_together_are_computed_together(seed: int) -> None:
+    topology = afd_ops.Topology(3, 1, 4)
+    calls: list[int] = []
+
+    def experts(rows: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, layer: int) -> torch.Tensor:
+        calls.append(layer)
+        return harness.experts_of(topology, 0)(rows, scales, offsets, layer)
+
+    with harness.windows(topology, rows=100) as (*attention, ffn):
+        server = afd_ops.ExpertServer(ffn, experts)
+        layers = (5, 2, 5)  # the middle one must wait for its own turn, and heads it
+        modules = [afd_ops.RemoteExperts(layer).attach(w) for layer, w in zip(layers, attention, strict=True)]
+        steps = [random_step(topology, 8) for _ in modules]
+        tickets = [m.dispatch(*s[:3]) for m, s in zip(modules, steps, strict=True)]
+        assert [server.step(), server.step(), server.step()] == [2, 1, 0]
+        assert calls == [5, 2]
+        for module, ticket, step in zip(modules, tickets, steps, strict=True):
+            assert torch.equal(module.combine(ticket, step[3]), expected(topology, *step))
+
+
+def test_an_arrival_that_does_not_fit_is_next(seed: int) -> None:
+    """fault: a batch that skips what does not fit starves the region with the largest steps."""
+    topology = afd_ops.Topology(4, 1, 2)
+    with harness.windows(topology, rows=32) as (*attention, ffn):
+        server = afd_ops.ExpertServer(ffn, harness.experts_of(topology, 0))
+        modules = [afd_ops.RemoteExperts(0).attach(w) for w in attention]
+        sizes = (8, 12, 4, 2)  # x topk 2: the second does not fit beside the first; the rest must not pass it
+        steps = [
+            (torch.ones(n, 16), torch.zeros(n, 2, dtype=torch.int32), torch.ones(n, 2), torch.zeros(n, 16))
+            for n in sizes
+        ]
+        tickets = [m.dispatch(*s[:3]) for m, s in zip(modules, steps, strict=True)]
+        assert [server.step(), server.step(), server.step()] == [1, 2, 1]
+        for module, ticket, step in zip(modules, tickets, steps, strict=True):
+            assert torch.equal(module.combine(ticket, step[3]), expected(topology, *step))
+
+
+def _steps(
+    topology: afd_ops.Topology, bootstrap: afd_ops.Bootstrap, sizes: dict[str, Any], turns: int, seed: int
+) -> Any:
+    with afd_ops.Window(topology, bootstrap, **sizes) as window:
+        harness.fill_with_nan(window)
+        bootstrap.barrier()
+        if window.role == "ffn":
+            return harness.serve(topology, window)
+        torch.manual_seed(seed + bootstrap.rank)
+        for turn in range(turns):
+            step = random_step(topology, int(torch.randint(0, sizes["tokens"] + 1, ())), **sizes)
+            out = afd_ops.RemoteExperts(turn).attach(window)(*step)
+            assert torch.equal(out, expected(topology, *step)), turn
+        return window.stats()
+
+
+@pytest.mark.parametrize(("attention", "ffn"), [(1, 1), (1, 3), (3, 1), (3, 2), (2, 2)])
+def test_between_processes_over_shared_memory(attention: int, ffn: int, seed: int) -> None:
+    topology = afd_ops.Topology(attention, ffn, 5)
+    turns = 60
+    stats = harness.run_processes(topology, _steps, turns, seed, dtype=torch.bfloat16)
+    assert [s["dispatches"] for s in stats] == [turns] * attention + [0] * ffn
+    assert sum(s["replies"] for s in stats) == turns * attention * ffn
