@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent
 TORCH_FLOOR = "torch>=2.11"
 # The oldest torch and Python the binary must load in; both ABIs are stable upwards.
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
-PYTHON_TARGET = "-DPy_LIMITED_API=0x030a0000"
+PYTHON_TARGET = "-DPy_LIMITED_API=0x030A0000"
 
 
 def torch_is_visible() -> bool:

@@ -128,8 +128,9 @@ def _child(
     args: tuple[Any, ...],
     sizes: dict[str, Any],
     results: Any,
+    timeout: float,
 ) -> None:
-    faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(timeout + 10, exit=True, file=sys.__stderr__)
     torch.set_num_threads(1)
     try:
         bootstrap = afd_ops.Bootstrap.connect(address, rank, topology.world_size, timeout=20)
@@ -151,7 +152,7 @@ def run_processes(
     results = context.SimpleQueue()
     address = f"127.0.0.1:{free_port()}"
     children = [
-        context.Process(target=_child, args=(body, rank, address, topology, args, sizes, results), daemon=True)
+        context.Process(target=_child, args=(body, rank, address, topology, args, sizes, results, timeout), daemon=True)
         for rank in range(topology.world_size)
     ]
     for child in children:

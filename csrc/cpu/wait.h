@@ -33,7 +33,7 @@ class Backoff {
 
  private:
   static constexpr int kSpins = 128;
-  static constexpr int64_t kYieldNs = 20'000'000;
+  static constexpr int64_t kYieldNs = 1'000'000;
   static constexpr long kNapNs = 50'000;
   int64_t start_;
   int count_ = 0;
