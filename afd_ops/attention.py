@@ -80,6 +80,12 @@ class RemoteExperts(nn.Module):
             return base
         return torch.ops.afd.combine(ticket, base, self.port, self.window_id)  # type: ignore[no-any-return]
 
+    def cancel(self, ticket: Tensor) -> None:
+        """Drops a step: waits for the answers to `ticket` and throws them away, so that its ring is free again."""
+        if self.window is not None:
+            rows = torch.zeros((ticket.shape[0] - 1, self.window.geometry.hidden), dtype=self.window.dtype)
+            torch.ops.afd.combine(ticket, rows.to(ticket.device), self.port, self.window_id)
+
     def forward(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, base: Tensor | None = None) -> Tensor:
         """The whole round trip: [T, H] -> [T, H]. Outside torch.compile, errors are typed."""
         if torch.compiler.is_compiling() or self.window is None:

@@ -38,6 +38,7 @@ class ExpertServer:
         self.experts = experts
         self.port = window.port()
         self._stop = threading.Event()
+        self._drain = threading.Event()
 
     def step(self) -> int:
         """Waits up to the poll interval for an item and answers it; returns how many slots it held (0: nothing came).
@@ -56,7 +57,7 @@ class ExpertServer:
         return int(count)
 
     def run(self) -> None:
-        """Serves until every attention rank has left, or `stop()`.
+        """Serves until every attention rank has left, or `stop()` or `drain()`.
 
         A peer that fails closes its own region; the others are served on and the error is raised when all have ended.
         An exception of `experts` is never swallowed: it poisons the window, so that no attention rank waits for it.
@@ -73,7 +74,7 @@ class ExpertServer:
                     if not self.window.closed:
                         self._give_up(error)
                     raise
-                if count == 0 and _C.ALIVE not in _C.regions(self.window.id):
+                if count == 0 and (self._drain.is_set() or _C.ALIVE not in _C.regions(self.window.id)):
                     break
         for record in self.window.errors():
             raise from_record(record)
@@ -81,6 +82,10 @@ class ExpertServer:
     def stop(self) -> None:
         """Ends `run` after the item it is at; from any thread."""
         self._stop.set()
+
+    def drain(self) -> None:
+        """Ends `run` once everything that has arrived is answered; from any thread."""
+        self._drain.set()
 
     def _give_up(self, error: BaseException) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from afd_ops.heap.local import LocalHeap
 from afd_ops.heap.shm import ShmHeap
 from afd_ops.layout import PAYLOAD_DTYPES, Geometry
 from afd_ops.topology import Role, Topology
+from afd_ops.watch import ProcessWatch
 
 logger = logging.getLogger("afd_ops")
 
@@ -73,6 +75,8 @@ class Window:
         self.heap: Heap = ShmHeap() if heap is None else heap
         self.closed = False
         self._segment: Segment | None = None
+        self._watch: ProcessWatch | None = None
+        self._process = os.getpid()
         self.id = 0
         # A rank with an impossible argument still says so to the others, which would otherwise wait for it.
         answers = bootstrap.collective(
@@ -144,11 +148,15 @@ class Window:
         if nbytes > free:
             raise MemoryError(f"the window takes {nbytes} bytes, but {free} are free; lower tokens, stages or depth")
         self._segment = self.heap.allocate(nbytes)
-        return self._segment.handle
+        return json.dumps([self._process, self._segment.handle])
 
     def _open(self, handles: list[str], deadline: float, poll_interval: float, rows: int | None) -> str:
         assert self._segment is not None
         geometry = self.geometry
+        peers: dict[int, tuple[int, str]] = {
+            self.topology.role_rank(rank): json.loads(handles[rank])
+            for rank in self.topology.peers(self.bootstrap.rank)
+        }
         self.id = _C.open(
             geometry.words,
             ("attention", "ffn").index(self.role),
@@ -157,8 +165,12 @@ class Window:
             int(poll_interval * 1e9),
             geometry.tokens * geometry.topk if rows is None else rows,
             self._segment.address,
-            [self._segment.peer(handles[peer]) for peer in self.topology.peers(self.bootstrap.rank)],
+            [self._segment.peer(handle) for _, handle in peers.values()],
             [word for place in self.topology.expert_map for word in place],
+        )
+        # Across hosts there would be no process to open; no heap reaches that far yet.
+        self._watch = ProcessWatch(
+            {p: process for p, (process, _) in peers.items()}, lambda p: _C.peer_gone(self.id, p)
         )
         return ""
 
@@ -218,6 +230,25 @@ class Window:
             raise error
         raise better from error
 
+    def mask(self, ffn_rank: int) -> None:
+        """Attention ranks: leave an FFN rank out from now on, also if it has ended: nothing is sent to it, nobody waits
+        for it, its experts contribute zero. `affected` says to which tokens. Until `reset()`."""
+        if self.role != "attention":
+            raise ValueError(
+                f"window belongs to {self.topology.describe(self.bootstrap.rank)}, expected an attention rank"
+            )
+        self.topology.world_rank("ffn", ffn_rank)  # validates
+        _C.mask(self.id, ffn_rank)
+
+    def affected(self, ticket: torch.Tensor) -> torch.Tensor:
+        """Which tokens of a ticket have an expert on a masked FFN rank: bool [T]."""
+        words = -(-self.geometry.ffn_size // 32)
+        bits = [0] * words
+        for rank, masked in enumerate(_C.masked(self.id)):
+            bits[rank // 32] |= masked << (rank % 32)
+        mask = torch.tensor(bits, dtype=torch.int64).to(torch.int32).to(ticket.device)
+        return ((ticket[1:, :words] & mask) != 0).any(dim=1)
+
     def poison(self) -> None:
         """This rank gives up: its window stops and its peers are told. Ends with `reset()` or `close()`."""
         _C.poison(self.id)
@@ -249,11 +280,14 @@ class Window:
         """Tells the peers that this rank is done and gives the memory back. Not collective; may be called twice."""
         if not self.closed:
             self.closed = True
-            _C.leave(self.id)
+            if os.getpid() == self._process:  # a fork's copy may go without a word
+                _C.leave(self.id)
             self._release()
 
     def _release(self) -> None:
         drained = True
+        if self._watch is not None:
+            self._watch.close()
         if self.id:
             _C.set_closed(self.id)
             _C.set_abort(self.id)

@@ -1,5 +1,5 @@
-// checks.h: what every op asks of its arguments, whatever the device. Nothing here touches a window's memory, so an
-// argument that is refused has changed nothing.
+// checks.h: what every op asks of its arguments on the host, whatever the device. Nothing here touches a window's
+// memory, so an argument that is refused has changed nothing.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -13,7 +13,7 @@ namespace afd {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-inline const char* dtype_name(ScalarType t) {
+inline const char* type_name(ScalarType t) {
   switch (t) {
     case ScalarType::Float:
       return "float32";
@@ -21,6 +21,8 @@ inline const char* dtype_name(ScalarType t) {
       return "bfloat16";
     case ScalarType::Half:
       return "float16";
+    case ScalarType::Double:
+      return "float64";
     case ScalarType::Int:
       return "int32";
     case ScalarType::Long:
@@ -35,6 +37,17 @@ inline ScalarType payload_type(const Geometry& g) {
   return types[g.dtype];
 }
 
+inline DType dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return k_float32;
+    case ScalarType::BFloat16:
+      return k_bfloat16;
+    default:
+      return k_float16;
+  }
+}
+
 inline void check_dim(Op op, const char* argument, const Tensor& t, int64_t dims) {
   if (t.dim() != dims) raise(Kind::Argument, op, argument, " has ", t.dim(), " dimensions, expected ", dims);
 }
@@ -46,12 +59,11 @@ inline void check_size(Op op, const char* argument, const Tensor& t, int64_t dim
 
 inline void check_type(Op op, const char* argument, const Tensor& t, ScalarType expected) {
   if (t.scalar_type() != expected)
-    raise(Kind::Argument, op, argument, " is ", dtype_name(t.scalar_type()), ", expected ", dtype_name(expected));
+    raise(Kind::Argument, op, argument, " is ", type_name(t.scalar_type()), ", expected ", type_name(expected));
 }
 
-inline bool is_float(const Tensor& t) {
-  return t.scalar_type() == ScalarType::Float || t.scalar_type() == ScalarType::BFloat16 ||
-         t.scalar_type() == ScalarType::Half;
+inline void check_contiguous(Op op, const char* argument, const Tensor& t) {
+  if (!t.is_contiguous()) raise(Kind::Argument, op, argument, " is not contiguous");
 }
 
 // Rows of `columns` elements, dense in the last dimension; rows may be any distance apart.
@@ -63,60 +75,61 @@ inline void check_rows(Op op, const char* argument, const Tensor& t, int64_t col
           " in its last dimension, expected 1; call .contiguous()");
 }
 
-inline void check_ids(Op op, const Tensor& ids, int64_t tokens, int64_t topk) {
+inline void check_topk_ids(Op op, const Tensor& ids, int64_t tokens, int64_t topk) {
   check_dim(op, "topk_ids", ids, 2);
   check_size(op, "topk_ids", ids, 0, tokens);
   check_size(op, "topk_ids", ids, 1, topk);
   if (ids.scalar_type() != ScalarType::Int && ids.scalar_type() != ScalarType::Long)
-    raise(Kind::Argument, op, "topk_ids is ", dtype_name(ids.scalar_type()), ", expected int32 or int64");
+    raise(Kind::Argument, op, "topk_ids is ", type_name(ids.scalar_type()), ", expected int32 or int64");
 }
-
-// topk_ids of either width and any strides, read where they lie.
-class Ids {
- public:
-  explicit Ids(const Tensor& t)
-      : data_(t.const_data_ptr()),
-        wide_(t.scalar_type() == ScalarType::Long),
-        row_(t.stride(0)),
-        column_(t.stride(1)) {}
-  int64_t at(int64_t token, int64_t k) const {
-    const int64_t i = token * row_ + k * column_;
-    return wide_ ? static_cast<const int64_t*>(data_)[i] : static_cast<const int32_t*>(data_)[i];
-  }
-
- private:
-  const void* data_;
-  bool wide_;
-  int64_t row_, column_;
-};
-
-inline void check_id(Op op, int64_t id, int64_t experts, int64_t token, int64_t k) {
-  if (id < -1 || id >= experts)
-    raise(Kind::Argument, op, "topk_ids[", token, ", ", k, "] is ", id, ", expected -1 (no expert) or 0 to ",
-          experts - 1);
-}
-
-// The port's content; the op may have been handed a clone of it, so its address and later writes mean nothing.
-struct Port {
-  int32_t layer, stage;
-};
 
 inline void check_port(Op op, const Tensor& port) {
   check_dim(op, "port", port, 1);
   check_size(op, "port", port, 0, kPortWords);
   check_type(op, "port", port, ScalarType::Int);
+  check_contiguous(op, "port", port);
 }
 
-inline Port read_port(const Control& c, Op op, const Tensor& port) {
-  check_port(op, port);
-  const auto* w = static_cast<const int32_t*>(port.const_data_ptr());
-  if (w[kPortMagicWord] != kPortMagic)
-    raise(Kind::Argument, op, "port holds ", w[kPortMagicWord], " where its magic word ", kPortMagic,
-          " belongs; attach(window) fills it");
-  if (w[kPortStage] < 0 || w[kPortStage] >= c.geometry.stages)
-    raise(Kind::Argument, op, "port is for stage ", w[kPortStage], ", but the window has ", c.geometry.stages,
-          " stages");
-  return {w[kPortLayer], w[kPortStage]};
+inline void check_dispatch(const Geometry& g, const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights) {
+  constexpr Op op = Op::dispatch;
+  check_rows(op, "x", x, g.hidden);
+  check_type(op, "x", x, payload_type(g));
+  const int64_t tokens = x.size(0);
+  if (tokens > g.tokens)
+    raise(Kind::Argument, op, "x has ", tokens, " tokens, but the window's capacity is ", g.tokens,
+          "; chunk longer batches");
+  check_topk_ids(op, topk_ids, tokens, g.topk);
+  check_dim(op, "topk_weights", topk_weights, 2);
+  check_size(op, "topk_weights", topk_weights, 0, tokens);
+  check_size(op, "topk_weights", topk_weights, 1, g.topk);
+  check_type(op, "topk_weights", topk_weights, ScalarType::Float);
+}
+
+inline void check_combine(const Geometry& g, const Tensor& ticket, const Tensor& base) {
+  constexpr Op op = Op::combine;
+  check_dim(op, "ticket", ticket, 2);
+  check_type(op, "ticket", ticket, ScalarType::Int);
+  check_size(op, "ticket", ticket, 1, ticket_width(g.ffn_size));
+  check_contiguous(op, "ticket", ticket);
+  if (ticket.size(0) < 1) raise(Kind::Argument, op, "ticket has 0 rows, expected at least 1");
+  check_rows(op, "base", base, g.hidden);
+  check_size(op, "base", base, 0, ticket.size(0) - 1);
+  const ScalarType t = base.scalar_type();
+  if (t != ScalarType::Float && t != ScalarType::BFloat16 && t != ScalarType::Half)
+    raise(Kind::Argument, op, "base is ", type_name(t), ", expected float32, bfloat16 or float16");
+}
+
+inline void check_item(const Control& c, Op op, const Tensor& item) {
+  check_dim(op, "item", item, 2);
+  check_type(op, "item", item, ScalarType::Int);
+  check_size(op, "item", item, 0, 1 + c.slots());
+  check_size(op, "item", item, 1, kItemWords);
+  check_contiguous(op, "item", item);
+}
+
+inline void check_expert_out(const Geometry& g, const Tensor& expert_out) {
+  check_rows(Op::reply, "expert_out", expert_out, g.hidden);
+  check_type(Op::reply, "expert_out", expert_out, payload_type(g));
 }
 
 }  // namespace afd

@@ -1,5 +1,8 @@
 #include "control.h"
 
+#include <pthread.h>
+#include <unistd.h>
+
 #include <array>
 #include <chrono>
 
@@ -27,6 +30,12 @@ constexpr const char* kFieldNames[] = {
 constexpr int64_t kMaxWindows = 1 << 16;
 std::array<std::atomic<Control*>, kMaxWindows> g_windows{};
 std::atomic<int64_t> g_next{1};
+
+// This process's id, without a system call per op; a fork must not use its parent's windows.
+std::atomic<int32_t> g_process{[] {
+  pthread_atfork(nullptr, nullptr, [] { g_process.store(getpid()); });
+  return getpid();
+}()};
 
 int32_t world_rank(const Control& c, int32_t role, int32_t role_rank) {
   return role == kAttention ? role_rank : static_cast<int32_t>(c.geometry.attention_size) + role_rank;
@@ -71,7 +80,8 @@ std::string describe(const Control& c, const ErrorRecord& r) {
         << static_cast<double>(c.deadline_ns) * 1e-9 << " s";
       break;
     case Kind::PeerFailed:
-      s << who << " failed and poisoned this window";
+      s << who
+        << (r.seen == kGone ? "'s process ended without closing its window" : " failed and poisoned this window");
       break;
     case Kind::PeerLeft:
       s << who << " closed its window";
@@ -139,6 +149,9 @@ Entry::Entry(int64_t window, Role role, Op op) : control_(find(window)) {
   atomic(control_->active).fetch_add(1);
   try {
     Control& c = *control_;
+    if (c.owner != g_process.load(std::memory_order_relaxed))
+      raise(Kind::Closed, op, "window ", window, " was opened by process ", c.owner, ", this is process ", getpid(),
+            ": a forked process must open its own");
     if (atomic(c.closed).load() != 0) raise(Kind::Closed, op, "window ", window, " is closed");
     if (c.role != role)
       raise(Kind::Argument, op, "window ", window, " belongs to ", rank_name(c, c.role, c.role_rank),

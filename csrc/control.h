@@ -40,6 +40,7 @@ struct Control {
   int32_t role_rank;
   int32_t peers;       // ranks of the opposite role = regions of this window
   int32_t generation;  // bumped by reset()
+  int32_t owner;       // process id
   int32_t closed;
   int32_t abort;   // set while reset() or close() drains: every wait ends
   int32_t failed;  // 0, or 1 + index into `records` of the error that stopped this window
@@ -58,6 +59,7 @@ struct Control {
   int32_t cursor;             // F: slot the next arrive looks at first
   int32_t reserved;
   int32_t* region;       // [peers] Sticky, as this rank has acted on it
+  int32_t* masked;       // A [peers]: this F rank is left out; nobody waits for it
   ErrorRecord* records;  // [peers + 1]
   int64_t* bytes_sent;   // [peers]
   int64_t counters[kCounters];
@@ -97,6 +99,12 @@ std::atomic_ref<T> atomic(T& v) {
   return std::atomic_ref<T>(v);
 }
 
+inline std::atomic_ref<int32_t> flag(char* window, const Layout& l, int64_t slot) {
+  return atomic(word(window, l.flags, slot));
+}
+
+inline void count(int64_t& counter, int64_t n) { atomic(counter).fetch_add(n, std::memory_order_relaxed); }
+
 const char* name(Kind kind);
 const char* name(Op op);
 const char* name(Field field);
@@ -127,6 +135,14 @@ inline ErrorRecord where(Op op, int32_t layer, int32_t stage, int64_t ring, int6
   r.sequence = sequence;
   return r;
 }
+// The peer that ended, by its sticky word.
+inline ErrorRecord ended(ErrorRecord r, int32_t peer, int32_t sticky) {
+  r.kind = static_cast<int32_t>(sticky == kLeft ? Kind::PeerLeft : Kind::PeerFailed);
+  r.peer = peer;
+  r.seen = sticky;
+  return r;
+}
+
 std::string describe(const Control& c, const ErrorRecord& r);
 void record(Control& c, ErrorRecord r);
 void poison_peer(Control& c, int32_t peer, int32_t sticky = kPoisoned);

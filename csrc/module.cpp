@@ -2,6 +2,7 @@
 // Nothing here is on a model's path; that is what the ops are for. Limited API, so one build serves every Python.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -106,6 +107,7 @@ void clear_state(Control& c) {
   std::fill_n(c.ring, c.geometry.stages * c.geometry.depth, -1);
   std::fill_n(c.taken, c.slots(), Taken{-1, 0, 0, 0, 0, 0});
   std::fill_n(c.region, c.peers, static_cast<int32_t>(kAlive));
+  std::fill_n(c.masked, c.peers, 0);
   std::fill_n(c.records, c.peers + 1, ErrorRecord{});
   c.cursor = 0;
   atomic(c.failed).store(0);
@@ -133,6 +135,7 @@ PyObject* open(PyObject*, PyObject* args) {
     c->layout = layout_of(g);
     c->role = role;
     c->role_rank = role_rank;
+    c->owner = getpid();
     c->peers = static_cast<int32_t>(peer.size());
     c->deadline_ns = deadline_ns;
     c->poll_ns = poll_ns;
@@ -152,6 +155,7 @@ PyObject* open(PyObject*, PyObject* args) {
     c->taken = forever<Taken>(c->slots());
     c->counts = forever<int32_t>(c->slots() * g.local_experts);
     c->region = forever<int32_t>(c->peers);
+    c->masked = forever<int32_t>(c->peers);
     c->records = forever<ErrorRecord>(c->peers + 1);
     c->bytes_sent = forever<int64_t>(c->peers);
     clear_state(*c);
@@ -244,11 +248,9 @@ PyObject* check(PyObject*, PyObject* args) {
   Control* c = control_of(args);
   if (c == nullptr) return nullptr;
   for (int32_t p = 0; c->role == kAttention && p < c->peers && atomic(c->failed).load() == 0; ++p) {
-    if (atomic(word(c->window, c->layout.sticky, p)).load(std::memory_order_acquire) != kPoisoned) continue;
-    ErrorRecord r = where(Op::host, -1, -1, -1, -1);
-    r.kind = static_cast<int32_t>(Kind::PeerFailed);
-    r.peer = p;
-    fail(*c, r);
+    const int32_t sticky = atomic(word(c->window, c->layout.sticky, p)).load(std::memory_order_acquire);
+    if (sticky >= kPoisoned && atomic(c->masked[p]).load() == 0)
+      fail(*c, ended(where(Op::host, -1, -1, -1, -1), p, sticky));
   }
   const int32_t failed = atomic(c->failed).load();
   if (failed == 0) Py_RETURN_NONE;
@@ -282,6 +284,42 @@ PyObject* leave(PyObject*, PyObject* args) {
   if (c == nullptr) return nullptr;
   for (int32_t p = 0; p < c->peers; ++p) poison_peer(*c, p, kLeft);
   Py_RETURN_NONE;
+}
+
+Control* control_and_peer(PyObject* args, int& peer) {
+  long long window = 0;
+  if (!PyArg_ParseTuple(args, "Li", &window, &peer)) return nullptr;
+  Control* c = find(window);
+  if (c == nullptr || peer < 0 || peer >= c->peers) {
+    PyErr_Format(PyExc_ValueError, "window %lld has no peer %d", window, peer);
+    return nullptr;
+  }
+  return c;
+}
+
+// The peer's process is gone: what it would have written into our window is written for it. One that left may go.
+PyObject* peer_gone(PyObject*, PyObject* args) {
+  int peer = 0;
+  Control* c = control_and_peer(args, peer);
+  if (c == nullptr) return nullptr;
+  int32_t expected = kAlive;
+  atomic(word(c->window, c->layout.sticky, peer)).compare_exchange_strong(expected, kGone);
+  Py_RETURN_NONE;
+}
+
+PyObject* mask(PyObject*, PyObject* args) {
+  int peer = 0;
+  Control* c = control_and_peer(args, peer);
+  if (c == nullptr) return nullptr;
+  atomic(c->masked[peer]).store(1);
+  Py_RETURN_NONE;
+}
+
+PyObject* masked(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  if (c == nullptr) return nullptr;
+  std::vector<int64_t> v(c->masked, c->masked + c->peers);
+  return to_tuple(v.data(), c->peers);
 }
 
 PyObject* regions(PyObject*, PyObject* args) {
@@ -342,6 +380,9 @@ PyMethodDef kMethods[] = {
     {"errors", errors, METH_VARARGS, "errors(window) -> every error record"},
     {"poison", poison, METH_VARARGS, "poison(window): this rank gives up and tells its peers"},
     {"leave", leave, METH_VARARGS, "leave(window): tell the peers that this rank is done"},
+    {"peer_gone", peer_gone, METH_VARARGS, "peer_gone(window, peer): its process ended"},
+    {"mask", mask, METH_VARARGS, "mask(window, peer): leave this F rank out until reset()"},
+    {"masked", masked, METH_VARARGS, "masked(window) -> 0 or 1 per peer"},
     {"regions", regions, METH_VARARGS, "regions(window) -> a sticky state per peer, as acted on"},
     {"in_flight", in_flight, METH_VARARGS, "in_flight(window) -> dispatches without their combine"},
     {"stats", stats, METH_VARARGS, "stats(window) -> dict of counters"},

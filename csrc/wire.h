@@ -26,8 +26,10 @@ constexpr int64_t kMaxDepth = 1024;
 // A flag holds one of two constants, so that every replay of a captured wait compares with the same word.
 enum Flag : int32_t { kEmpty = 0, kReady = 0x59444552 };  // "REDY"
 
-// A sticky word says how a peer ended. Only reset() clears it; kPoisoned replaces kLeft, never the reverse.
-enum Sticky : int32_t { kAlive = 0, kLeft = 1, kPoisoned = 2 };
+// A sticky word says how a peer ended: it closed its window, it failed and said so, or its process is gone (set by the
+// watcher of the rank that owns the word). Only reset() clears it; a larger value replaces a smaller one, but a process
+// that left may go.
+enum Sticky : int32_t { kAlive = 0, kLeft = 1, kPoisoned = 2, kGone = 3 };
 
 enum Role : int32_t { kAttention = 0, kFfn = 1 };
 

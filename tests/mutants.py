@@ -26,17 +26,15 @@ class Mutant:
 
 MOMENT = "    for (const int64_t until = now_ns() + 20'000; now_ns() < until;) {\n    }\n"
 DISPATCH_FLAGS = """  for (int64_t f = 0; f < g.ffn_size; ++f)
-    atomic(word(c.peer[f], c.layout.flags, c.slot(c.role_rank, p.stage, ring)))
-        .store(kReady, std::memory_order_release);
+    if (position[f] != nullptr)
+      flag(c.peer[f], c.layout, c.slot(c.role_rank, port.stage, ring)).store(kReady, std::memory_order_release);
 """
 DISPATCH_COPY = "for (int64_t t = 0; t < tokens; ++t, row += stride)"
-REPLY_RESET = "    atomic(word(c.window, c.layout.flags, s.slot)).store(kEmpty, std::memory_order_release);\n"
+REPLY_RESET = "    flag(c.window, c.layout, s.slot).store(kEmpty, std::memory_order_release);\n"
 REPLY_TAKEN = "    c.taken[s.slot].sequence = -1;\n"
-REPLY_FLAG = (
-    "    atomic(word(c.peer[s.region], c.layout.flags, reply_slot)).store(kReady, std::memory_order_release);\n"
-)
-COMBINE_RESET = """  for (int32_t f = 0; f < c.peers; ++f)
-    atomic(word(c.window, c.layout.flags, c.slot(f, k.stage, k.ring))).store(kEmpty, std::memory_order_release);
+REPLY_FLAG = "    flag(c.peer[s.region], c.layout, reply_slot).store(kReady, std::memory_order_release);\n"
+COMBINE_RESET = """  for (const int32_t f : answers)
+    flag(c.window, c.layout, c.slot(f, k.stage, k.ring)).store(kEmpty, std::memory_order_release);
 """
 
 MUTANTS = (
@@ -50,7 +48,7 @@ MUTANTS = (
                 DISPATCH_FLAGS
                 + MOMENT
                 + """  for (int64_t f = 0; tokens > 0 && f < g.ffn_size; ++f)
-    if (needs(masks + (tokens - 1) * width, f))
+    if (in_mask(masks + (tokens - 1) * width, f))
       std::memcpy(slot[f].payload + (tokens - 1) * row_bytes, row, row_bytes);
 """,
             ),
@@ -70,7 +68,11 @@ MUTANTS = (
         "csrc/cpu/combine.cpp",
         (
             (COMBINE_RESET, ""),
-            ("  wait_for_replies(c, k);\n", COMBINE_RESET + "  wait_for_replies(c, k);\n"),
+            (
+                "  wait_for_replies(c, k);\n",
+                COMBINE_RESET.replace("const int32_t f : answers", "int32_t f = 0; f < c.peers; ++f")
+                + "  wait_for_replies(c, k);\n",
+            ),
         ),
     ),
 )

@@ -7,9 +7,7 @@
 // Fairness: the scan starts at a cursor. The first ready slot gives the item its layer. A ready slot of another layer
 // is passed over, one whose rows do not fit ends the scan; the cursor stays at the first slot that was left behind, so
 // it heads the next item and no region starves.
-#include <torch/csrc/stable/library.h>
-
-#include "../checks.h"
+#include "kernels.h"
 #include "wait.h"
 
 namespace afd {
@@ -22,11 +20,8 @@ void watch_peers(Control& c) {
     const int32_t sticky = atomic(word(c.window, c.layout.sticky, p)).load(std::memory_order_acquire);
     if (sticky == kLeft) {
       atomic(c.region[p]).store(kLeft);
-    } else if (sticky == kPoisoned) {
-      ErrorRecord r = where(Op::arrive, -1, -1, -1, -1);
-      r.kind = static_cast<int32_t>(Kind::PeerFailed);
-      r.peer = p;
-      close_region(c, r);
+    } else if (sticky != kAlive) {
+      close_region(c, ended(where(Op::arrive, -1, -1, -1, -1), p, sticky));
     }
   }
 }
@@ -79,7 +74,7 @@ int32_t choose(Control& c, int32_t* item) {
     const int64_t index = (c.cursor + i) % slots;
     const auto region = static_cast<int32_t>(index / c.layout.slots_per_region);
     if (c.region[region] != kAlive || c.taken[index].sequence >= 0 ||
-        atomic(word(c.window, c.layout.flags, index)).load(std::memory_order_acquire) != kReady)
+        flag(c.window, c.layout, index).load(std::memory_order_acquire) != kReady)
       continue;
     const auto stage = static_cast<int32_t>(index / c.geometry.depth % c.geometry.stages);
     const auto ring = static_cast<int32_t>(index % c.geometry.depth);
@@ -113,27 +108,19 @@ int32_t choose(Control& c, int32_t* item) {
   return count;
 }
 
-Tensor arrive_cpu(Tensor port, int64_t window) {
-  constexpr Op op = Op::arrive;
-  Entry entry(window, kFfn, op);
-  Control& c = entry.control();
-  read_port(c, op, port);
-  Tensor item = torch::stable::new_zeros(port, {1 + c.slots(), kItemWords}, ScalarType::Int);
-  auto* out = static_cast<int32_t*>(item.mutable_data_ptr());
+}  // namespace
+
+void arrive(Control& c, int32_t* item) {
   Backoff backoff;
   for (;;) {
     watch_peers(c);
-    if (choose(c, out) > 0) break;
-    if (atomic(c.abort).load() != 0) raise(Kind::Aborted, op, "the window is being reset or closed");
-    if (atomic(c.failed).load() != 0) raise_failed(c, op);
-    if (backoff.pause() >= c.poll_ns) return item;
+    if (choose(c, item) > 0) break;
+    if (atomic(c.abort).load() != 0) raise(Kind::Aborted, Op::arrive, "the window is being reset or closed");
+    if (atomic(c.failed).load() != 0) raise_failed(c, Op::arrive);
+    if (backoff.pause() >= c.poll_ns) return;
   }
-  atomic(c.counters[k_items]).fetch_add(1, std::memory_order_relaxed);
-  atomic(c.counters[k_rows]).fetch_add(out[kItemRows], std::memory_order_relaxed);
-  return item;
+  count(c.counters[k_items], 1);
+  count(c.counters[k_rows], item[kItemRows]);
 }
 
-}  // namespace
 }  // namespace afd
-
-STABLE_TORCH_LIBRARY_IMPL(afd, CPU, m) { m.impl("arrive", TORCH_BOX(&afd::arrive_cpu)); }

@@ -4,7 +4,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
-#include "../checks.h"
+#include "../wire.h"
 
 namespace afd {
 
@@ -25,13 +25,13 @@ void narrow(T* __restrict row, const float* __restrict acc, int64_t n) {
   for (int64_t i = 0; i < n; ++i) row[i] = static_cast<T>(acc[i]);
 }
 
-// Calls f with a value of the C++ type of `t`, one of the three payload types.
+// Calls f with a value of the C++ type of `type`.
 template <typename F>
-void visit(ScalarType t, F&& f) {
-  switch (t) {
-    case ScalarType::Float:
+void visit(int64_t type, F&& f) {
+  switch (type) {
+    case k_float32:
       return f(float{});
-    case ScalarType::BFloat16:
+    case k_bfloat16:
       return f(torch::headeronly::BFloat16{});
     default:
       return f(torch::headeronly::Half{});

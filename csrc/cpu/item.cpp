@@ -1,34 +1,9 @@
-// item.h: the work item that arrive hands to receive and reply, read back and checked against what was taken.
-#pragma once
-
-#include <vector>
-
-#include "../checks.h"
+// The work item that arrive hands to receive and reply, read back and checked against what was taken.
+#include "kernels.h"
 
 namespace afd {
 
-struct ItemSlot {
-  int32_t region, stage, ring;
-  int64_t slot, sequence;
-  bool live;  // false: its region was closed after arrive; nobody waits for the answer
-};
-
-struct Item {
-  int32_t layer;
-  int64_t rows;
-  std::vector<ItemSlot> slots;
-  // Row of the first choice of (slot i, local expert e): regions that share an item are rebased into one order.
-  std::vector<int64_t> first;  // [slots, local_experts]
-  std::vector<int32_t> ends;   // [local_experts] cumulative
-};
-
-inline Item read_item(const Control& c, Op op, const Tensor& item) {
-  check_dim(op, "item", item, 2);
-  check_type(op, "item", item, ScalarType::Int);
-  check_size(op, "item", item, 0, 1 + c.slots());
-  check_size(op, "item", item, 1, kItemWords);
-  if (!item.is_contiguous()) raise(Kind::Argument, op, "item is not contiguous");
-  const auto* w = static_cast<const int32_t*>(item.const_data_ptr());
+Item read_item(const Control& c, Op op, const int32_t* w) {
   const int32_t experts = c.local_experts(), width = static_cast<int32_t>(c.geometry.local_experts);
   Item out{w[kItemLayer], 0, {}, {}, std::vector<int32_t>(experts, 0)};
   if (w[kItemCount] < 0 || w[kItemCount] > c.slots())
@@ -63,13 +38,7 @@ inline Item read_item(const Control& c, Op op, const Tensor& item) {
   return out;
 }
 
-// The position of one choice, checked: an index from the wire is never used before. False: the slot broke the protocol.
-inline bool position_ok(const Control& c, const ItemSlot& s, const Position& p) {
-  return p.expert == -1 || (p.expert >= 0 && p.expert < c.local_experts() && p.rank >= 0 &&
-                            p.rank < c.counts[s.slot * c.geometry.local_experts + p.expert]);
-}
-
-inline void bad_position(Control& c, Op op, ItemSlot& s, int32_t layer, const Position& p) {
+void bad_position(Control& c, Op op, ItemSlot& s, int32_t layer, const Position& p) {
   ErrorRecord r = where(op, layer, s.stage, s.ring, s.sequence);
   r.kind = static_cast<int32_t>(Kind::Protocol);
   r.field = static_cast<int32_t>(Field::position);
