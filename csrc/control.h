@@ -55,7 +55,8 @@ struct Control {
   int64_t* next;              // A [stages]: sequence of the next dispatch
   int64_t* ring;              // A [stages, depth]: sequence in flight, or -1
   Taken* taken;               // F [slots]
-  int32_t* counts;            // F [slots, local_experts]
+  int32_t* counts;            // F [slots, local_experts], of taken slots
+  int32_t* first;             // F [slots, local_experts]: row of a taken slot's first choice of that expert in its item
   int32_t cursor;             // F: slot the next arrive looks at first
   int32_t reserved;
   int32_t* region;       // [peers] Sticky, as this rank has acted on it

@@ -154,6 +154,7 @@ PyObject* open(PyObject*, PyObject* args) {
     c->ring = forever<int64_t>(g.stages * g.depth);
     c->taken = forever<Taken>(c->slots());
     c->counts = forever<int32_t>(c->slots() * g.local_experts);
+    c->first = forever<int32_t>(c->slots() * g.local_experts);
     c->region = forever<int32_t>(c->peers);
     c->masked = forever<int32_t>(c->peers);
     c->records = forever<ErrorRecord>(c->peers + 1);

@@ -26,11 +26,12 @@ void watch_peers(Control& c) {
   }
 }
 
-// Checks a ready slot's header and remembers it; false (region closed) if the protocol does not allow it.
-bool admit(Control& c, int64_t index, int32_t region, int32_t stage, int32_t ring) {
+// Checks a ready slot's header and counts and copies them: from here on they are never read from the wire again. False
+// (region closed) if the protocol does not allow them.
+bool admit(Control& c, int64_t index, int32_t region, int32_t stage, int32_t ring, SlotHeader& h) {
   const Geometry& g = c.geometry;
   const Slot slot(c.window, c.layout, index);
-  const SlotHeader h = *slot.header;
+  h = *slot.header;
   ErrorRecord r = where(Op::arrive, h.layer, stage, ring, h.sequence);
   r.kind = static_cast<int32_t>(Kind::Protocol);
   r.peer = region;
@@ -78,7 +79,8 @@ int32_t choose(Control& c, int32_t* item) {
       continue;
     const auto stage = static_cast<int32_t>(index / c.geometry.depth % c.geometry.stages);
     const auto ring = static_cast<int32_t>(index % c.geometry.depth);
-    if (!admit(c, index, region, stage, ring)) continue;
+    SlotHeader h;
+    if (!admit(c, index, region, stage, ring, h)) continue;
     Taken& taken = c.taken[index];
     const bool fits = count == 0 || rows + taken.routed <= c.rows;
     if (count > 0 && (!fits || taken.layer != item[kItemLayer])) {
@@ -87,7 +89,7 @@ int32_t choose(Control& c, int32_t* item) {
       if (!fits) break;
       continue;
     }
-    taken.sequence = Slot(c.window, c.layout, index).header->sequence;
+    taken.sequence = h.sequence;
     taken.at = now_ns();
     rows += taken.routed;
     item[kItemLayer] = taken.layer;
@@ -102,6 +104,15 @@ int32_t choose(Control& c, int32_t* item) {
     if (!left_behind) cursor = (index + 1) % slots;
   }
   c.cursor = static_cast<int32_t>(cursor);
+  // Rows stand by expert, and within an expert in item order: slots that share an item are rebased into one order.
+  int32_t row = 0;
+  for (int32_t e = 0; e < c.local_experts(); ++e)
+    for (int32_t i = 0; i < count; ++i) {
+      const int32_t* s = item + (1 + i) * kItemWords;
+      const int64_t at = c.slot(s[kItemRegion], s[kItemStage], s[kItemRing]) * c.geometry.local_experts + e;
+      c.first[at] = row;
+      row += c.counts[at];
+    }
   item[kItemGeneration] = c.generation;
   item[kItemCount] = count;
   item[kItemRows] = static_cast<int32_t>(rows);

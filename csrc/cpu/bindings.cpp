@@ -1,7 +1,6 @@
 // The ops on CPU tensors: arguments checked, memory allocated, kernels called. Schemas: ops.cpp.
 #include <torch/csrc/stable/library.h>
 
-#include <cstring>
 #include <tuple>
 
 #include "../checks.h"
@@ -91,7 +90,7 @@ std::tuple<Tensor, Tensor, Tensor> receive_cpu(const Tensor& item, Tensor port, 
   Tensor out = torch::stable::new_empty(item, {rows, c.geometry.hidden}, payload_type(c.geometry));
   Tensor scales = torch::stable::new_empty(item, {0}, ScalarType::Float);
   Tensor offsets = torch::stable::new_empty(item, {c.local_experts()}, ScalarType::Int);
-  std::memcpy(ints(offsets), it.ends.data(), it.ends.size() * sizeof(int32_t));
+  item_offsets(c, it, ints(offsets));
   receive(c, it, static_cast<char*>(out.mutable_data_ptr()));
   return {out, scales, offsets};
 }

@@ -4,8 +4,7 @@
 namespace afd {
 
 Item read_item(const Control& c, Op op, const int32_t* w) {
-  const int32_t experts = c.local_experts(), width = static_cast<int32_t>(c.geometry.local_experts);
-  Item out{w[kItemLayer], 0, {}, {}, std::vector<int32_t>(experts, 0)};
+  Item out{w[kItemLayer], 0, {}};
   if (w[kItemCount] < 0 || w[kItemCount] > c.slots())
     raise(Kind::Argument, op, "item holds ", w[kItemCount], " slots, expected 0 to ", c.slots());
   if (w[kItemCount] > 0 && w[kItemGeneration] != c.generation)
@@ -22,20 +21,19 @@ Item read_item(const Control& c, Op op, const int32_t* w) {
     slot.live = c.region[slot.region] == kAlive;
     if (slot.live && c.taken[slot.slot].sequence != slot.sequence)
       raise(Kind::Stale, op, "item with sequence ", slot.sequence, " of region ", slot.region, " was answered before");
+    out.rows += c.taken[slot.slot].routed;
     out.slots.push_back(slot);
   }
-  std::vector<int64_t> begin(experts, 0);
-  for (int32_t e = 0; e < experts; ++e) {
-    begin[e] = out.rows;
-    for (const ItemSlot& s : out.slots) out.rows += c.counts[s.slot * width + e];
-    out.ends[e] = static_cast<int32_t>(out.rows);
-  }
-  for (const ItemSlot& s : out.slots)
-    for (int32_t e = 0; e < experts; ++e) {
-      out.first.push_back(begin[e]);
-      begin[e] += c.counts[s.slot * width + e];
-    }
   return out;
+}
+
+void item_offsets(const Control& c, const Item& item, int32_t* offsets) {
+  // Within an expert the slots stand in item order, so the last one's rows end where the expert's do.
+  const int64_t width = c.geometry.local_experts;
+  for (int32_t e = 0; e < c.local_experts(); ++e) {
+    const int64_t last = item.slots.empty() ? -1 : item.slots.back().slot * width + e;
+    offsets[e] = last < 0 ? 0 : c.first[last] + c.counts[last];
+  }
 }
 
 void bad_position(Control& c, Op op, ItemSlot& s, int32_t layer, const Position& p) {

@@ -77,12 +77,12 @@ struct Item {
   int32_t layer;
   int64_t rows;
   std::vector<ItemSlot> slots;
-  // Row of the first choice of (slot i, local expert e): regions that share an item are rebased into one order.
-  std::vector<int64_t> first;  // [slots, local_experts]
-  std::vector<int32_t> ends;   // [local_experts] cumulative
 };
 
 Item read_item(const Control& c, Op op, const int32_t* words);
+
+// Cumulative end of every local expert's rows: offsets [owned experts].
+void item_offsets(const Control& c, const Item& item, int32_t* offsets);
 
 // The position of one choice, checked: an index from the wire is never used before.
 inline bool position_ok(const Control& c, const ItemSlot& s, const Position& p) {

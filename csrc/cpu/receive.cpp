@@ -12,18 +12,18 @@ namespace afd {
 void receive(Control& c, Item& item, char* rows) {
   const Geometry& g = c.geometry;
   const int64_t row_bytes = g.hidden * itemsize(g.dtype);
-  for (size_t i = 0; i < item.slots.size(); ++i) {
-    ItemSlot& s = item.slots[i];
+  for (ItemSlot& s : item.slots) {
     const Taken& taken = c.taken[s.slot];
     if (!s.live || taken.routed == 0) continue;
     const Slot slot(c.window, c.layout, s.slot);
-    const int64_t* first = item.first.data() + i * c.local_experts();
+    const int32_t* first = c.first + s.slot * g.local_experts;
     for (int64_t n = 0; s.live && n < taken.num_tokens * g.topk; ++n) {
       const Position p = slot.position[n];
       if (!position_ok(c, s, p)) {
         bad_position(c, Op::receive, s, item.layer, p);
       } else if (p.expert >= 0) {
-        std::memcpy(rows + (first[p.expert] + p.rank) * row_bytes, slot.payload + n / g.topk * row_bytes, row_bytes);
+        std::memcpy(rows + static_cast<int64_t>(first[p.expert] + p.rank) * row_bytes,
+                    slot.payload + n / g.topk * row_bytes, row_bytes);
       }
     }
   }

@@ -14,10 +14,10 @@ namespace {
 
 // Returns how many rows were written.
 template <typename T>
-int64_t sum_rows(Control& c, Rows expert_out, const int64_t* first, int32_t layer, ItemSlot& s, const Slot& from,
-                 const Slot& to) {
+int64_t sum_rows(Control& c, Rows expert_out, int32_t layer, ItemSlot& s, const Slot& from, const Slot& to) {
   const Geometry& g = c.geometry;
   const Taken taken = c.taken[s.slot];
+  const int32_t* first = c.first + s.slot * g.local_experts;
   const auto* in = static_cast<const T*>(expert_out.data);
   std::vector<float> acc(g.hidden);
   int64_t rows = 0;
@@ -46,8 +46,7 @@ int64_t sum_rows(Control& c, Rows expert_out, const int64_t* first, int32_t laye
 
 void reply(Control& c, Item& item, Rows expert_out) {
   const Geometry& g = c.geometry;
-  for (size_t i = 0; i < item.slots.size(); ++i) {
-    ItemSlot& s = item.slots[i];
+  for (ItemSlot& s : item.slots) {
     if (!s.live) continue;
     const Taken taken = c.taken[s.slot];
     if (now_ns() - taken.at > c.deadline_ns) {
@@ -59,9 +58,8 @@ void reply(Control& c, Item& item, Rows expert_out) {
     }
     const int64_t reply_slot = c.slot(c.role_rank, s.stage, s.ring);
     const Slot from(c.window, c.layout, s.slot), to(c.peer[s.region], c.layout, reply_slot);
-    const int64_t* first = item.first.data() + i * c.local_experts();
     int64_t rows = 0;
-    visit(g.dtype, [&](auto v) { rows = sum_rows<decltype(v)>(c, expert_out, first, item.layer, s, from, to); });
+    visit(g.dtype, [&](auto v) { rows = sum_rows<decltype(v)>(c, expert_out, item.layer, s, from, to); });
     if (!s.live) continue;
     *to.header = {
         kHeaderMagic, kWireVersion, c.generation, item.layer, taken.num_tokens, 0, s.sequence, taken.routed, 0};
