@@ -37,6 +37,8 @@ class Bootstrap:
         self.name = name
         self.timeout = timeout
         self._exchanges = 0
+        # A group that meets again on one store must not read what was said the time before.
+        self._attempt = store.add(f"{name}/attempt/{rank}", 1)
 
     @staticmethod
     def connect(address: str, rank: int, world_size: int, *, name: str = "afd", timeout: float = 60.0) -> Bootstrap:
@@ -78,23 +80,30 @@ class Bootstrap:
             BootstrapError: a rank did not take part within the timeout; all missing ranks are named.
         """
         self._exchanges += 1
+        try:
+            return self._exchange(payload)
+        except BootstrapError:
+            raise
+        except RuntimeError as error:
+            raise BootstrapError(
+                f"rank {self.rank} lost the store (group {self.name!r}, exchange {self._exchanges}): {error}"
+            ) from error
+
+    def _exchange(self, payload: str) -> list[str]:
         keys = [self._key(self._exchanges, rank) for rank in range(self.world_size)]
         deadline = time.monotonic() + self.timeout
         self.store.set(keys[self.rank], payload)
-        values = []
         for key in keys:
             try:
                 self.store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:
                 missing = [rank for rank, k in enumerate(keys) if not self.store.check([k])]
-                if not missing:  # it came while we were looking
-                    values.append(self.store.get(key).decode())
-                    continue
-                raise BootstrapError(
-                    f"rank {self.rank} waited {self.timeout} s for rank{'s' if len(missing) > 1 else ''} "
-                    f"{', '.join(map(str, missing))} (group {self.name!r}, exchange {self._exchanges})"
-                ) from error
-            values.append(self.store.get(key).decode())
+                if missing:  # else it came while we were looking
+                    raise BootstrapError(
+                        f"rank {self.rank} waited {self.timeout} s for rank{'s' if len(missing) > 1 else ''} "
+                        f"{', '.join(map(str, missing))} (group {self.name!r}, exchange {self._exchanges})"
+                    ) from error
+        values = [self.store.get(key).decode() for key in keys]
         # Whoever took part in this exchange has read the one before: its key may go, so that a store stays small.
         if self._exchanges > 1:
             self.store.delete_key(self._key(self._exchanges - 1, self.rank))
@@ -133,4 +142,4 @@ class Bootstrap:
         return self.all_gather(payload if self.rank == root else "")[root]
 
     def _key(self, exchange: int, rank: int) -> str:
-        return f"{self.name}/{exchange}/{rank}"
+        return f"{self.name}/{self._attempt}/{exchange}/{rank}"

@@ -66,13 +66,13 @@ class ExpertServer:
             PeerError: a peer failed, or this window was stopped.
             AbortedError, ClosedError: the window was reset or closed meanwhile.
         """
+        generation = self.window.generation
         with torch.inference_mode():
             while not self._stop.is_set():
                 try:
                     count = self.step()
                 except BaseException as error:
-                    if not self.window.closed:
-                        self._give_up(error)
+                    self._give_up(error, generation)
                     raise
                 if count == 0 and (self._drain.is_set() or _C.ALIVE not in _C.regions(self.window.id)):
                     break
@@ -87,17 +87,21 @@ class ExpertServer:
         """Ends `run` once everything that has arrived is answered; from any thread."""
         self._drain.set()
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self, error: BaseException, generation: int) -> None:
+        window = self.window
+        if window.closed:
+            raise ClosedError(f"window {window.id} was closed while its server ran") from error
+        if window.generation != generation:  # what it was answering has been dropped
+            raise AbortedError(f"window {window.id} was reset while its server ran") from error
         try:
             if isinstance(error, Exception):
-                self.window.raise_typed(error)
+                window.raise_typed(error)
         except (AbortedError, ClosedError):
             raise
         except Exception:
-            if _C.check(self.window.id) is None:
-                self.window.poison()
+            window.poison()
             raise
-        self.window.poison()
+        window.poison()
 
 
 class GroupedSwiGLU(nn.Module):

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from afd_ops import _C
 from afd_ops.bootstrap import Bootstrap
-from afd_ops.errors import AbortedError, BootstrapError, GeometryError, from_record, typed
+from afd_ops.errors import AbortedError, BootstrapError, ClosedError, GeometryError, from_record, typed
 from afd_ops.heap import Heap, Segment
 from afd_ops.heap.local import LocalHeap
 from afd_ops.heap.shm import ShmHeap
@@ -73,7 +73,7 @@ class Window:
         self.topology = topology
         self.bootstrap = bootstrap
         self.heap: Heap = ShmHeap() if heap is None else heap
-        self.closed = False
+        self.closed = True  # until it is open: a constructor that fails leaves nothing to close
         self._segment: Segment | None = None
         self._watch: ProcessWatch | None = None
         self._process = os.getpid()
@@ -100,6 +100,7 @@ class Window:
             assert self._segment is not None
             self._segment.seal()
             bootstrap.barrier()
+            self.closed = False
         except BaseException:
             self._release()
             raise
@@ -117,27 +118,27 @@ class Window:
             )
         self.geometry = Geometry.create(topology, tokens=tokens, topk=topk, **sizes)
         for name, value in (("deadline", deadline), ("poll_interval", poll_interval)):
-            if not value > 0:
-                raise ValueError(f"{name} is {value}, expected more than 0 seconds")
+            if not 0 < value < 2**63 / 1e9:
+                raise ValueError(f"{name} is {value}, expected more than 0 and less than {2**63 / 1e9:.1e} seconds")
         if rows is not None and not tokens * topk <= rows < 2**31:
-            raise ValueError(f"rows is {rows}, expected at least tokens x topk = {tokens * topk}: one arrival must fit")
+            raise ValueError(f"rows is {rows}, expected tokens x topk = {tokens * topk} (one arrival) to {2**31 - 1}")
         self.role: Role = topology.role(rank)
         self.role_rank = topology.role_rank(rank)
         fields: dict[str, Any] = dict(zip(_C.GEOMETRY, self.geometry.words, strict=True))
         fields["dtype"] = str(PAYLOAD_DTYPES[self.geometry.dtype]).removeprefix("torch.")
         fields["wire_version"] = _C.WIRE_VERSION
         fields |= {f"expert_map[{e}]": list(place) for e, place in enumerate(topology.expert_map)}
-        return json.dumps(fields)
+        return json.dumps([topology.describe(rank), fields])
 
-    def _agree(self, answers: list[str]) -> None:
-        first = json.loads(answers[0])
-        for rank, answer in enumerate(answers[1:], start=1):
-            other = json.loads(answer)
+    @staticmethod
+    def _agree(answers: list[str]) -> None:
+        first_name, first = json.loads(answers[0])
+        for answer in answers[1:]:
+            name, other = json.loads(answer)
             for field in first | other:
                 if first.get(field) != other.get(field):
                     raise GeometryError(
-                        f"{self.topology.describe(rank)} has {field}={other.get(field)}, "
-                        f"{self.topology.describe(0)} has {field}={first.get(field)}; "
+                        f"{name} has {field}={other.get(field)}, {first_name} has {field}={first.get(field)}; "
                         "every rank must be started with the same model"
                     )
 
@@ -199,10 +200,20 @@ class Window:
         return content.to(self.heap.device)
 
     def check(self) -> None:
-        """Raises the typed error that stopped this window, if there is one. One host load; never waits."""
-        error = _C.check(self.id)
+        """Raises the typed error that stopped this window, if there is one. One host load; never waits.
+
+        Raises:
+            ClosedError: the window is closed.
+            PeerError: it has stopped.
+        """
+        error = self._stopped()
         if error is not None:
             raise from_record(error)
+
+    def _stopped(self) -> dict[str, Any] | None:
+        if self.closed:
+            raise ClosedError(f"window {self.id} is closed")
+        return _C.check(self.id)
 
     def errors(self) -> list[dict[str, Any]]:
         """Every error record: on an FFN rank one per region that failed, although the others are served on."""
@@ -215,17 +226,25 @@ class Window:
         An exception that escapes between a dispatch and its combine poisons the window until `reset()`: nobody will
         take the reply that is on its way, and it must not meet the next request.
         """
+        if self.closed:
+            raise ClosedError(f"window {self.id} is closed")
+        generation, in_flight = self.generation, _C.in_flight(self.id)
         try:
             yield
-        except Exception as error:
-            if not self.closed and _C.in_flight(self.id) and _C.check(self.id) is None:
-                _C.poison(self.id)
-            self.raise_typed(error)
+        except BaseException as error:
+            # What a reset has dropped meanwhile needs no poison, and what was in flight before is not this step's.
+            if not self.closed and self.generation == generation and _C.in_flight(self.id) > in_flight:
+                self.poison()
+            if isinstance(error, Exception):
+                self.raise_typed(error)
+            raise
         self.check()
 
     def raise_typed(self, error: Exception) -> None:
         """Raises `error`, in its typed form if an op of this window raised it."""
-        better = typed(error, _C.check(self.id)) if isinstance(error, RuntimeError) else error
+        better: Exception = error
+        if isinstance(error, RuntimeError):
+            better = typed(error, None if self.closed else _C.check(self.id))
         if better is error:
             raise error
         raise better from error
@@ -251,7 +270,8 @@ class Window:
 
     def poison(self) -> None:
         """This rank gives up: its window stops and its peers are told. Ends with `reset()` or `close()`."""
-        _C.poison(self.id)
+        if self._stopped() is None:
+            _C.poison(self.id)
 
     def stats(self) -> dict[str, Any]:
         """Counters since construction: dispatches, combines, items, replies, rows, tokens, and bytes_sent per peer."""
@@ -268,6 +288,8 @@ class Window:
         Raises:
             BootstrapError: a rank did not take part; survivors close() and build a new window.
         """
+        if self.closed:
+            raise ClosedError(f"window {self.id} is closed")
         _C.set_abort(self.id)
         if not _C.drain(self.id, int(self.bootstrap.timeout * 1e9)):
             raise AbortedError(f"an op of this rank did not end within {self.bootstrap.timeout} s; reset() gave up")
@@ -295,6 +317,11 @@ class Window:
         if self._segment is not None and drained:  # a thread still inside an op keeps its memory
             self._segment.close()
             self._segment = None
+
+    def __del__(self) -> None:
+        # Not collective. Without it the id would outlive the memory behind it.
+        with suppress(AttributeError):  # a constructor that raised on its first lines
+            self.close()
 
     def __enter__(self) -> Window:
         return self

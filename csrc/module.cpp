@@ -66,6 +66,28 @@ Control* control_of(PyObject* args) {
   return c;
 }
 
+// A host call that touches a window's memory: refused once it is closed, and counted, so that close() waits for it.
+class Inside {
+ public:
+  explicit Inside(PyObject* args) : control_(control_of(args)) {
+    if (control_ == nullptr) return;
+    atomic(control_->active).fetch_add(1);
+    if (atomic(control_->closed).load() == 0) return;
+    PyErr_SetString(PyExc_ValueError, "the window is closed");
+    atomic(control_->active).fetch_sub(1);
+    control_ = nullptr;
+  }
+  ~Inside() {
+    if (control_ != nullptr) atomic(control_->active).fetch_sub(1);
+  }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+  Control* control() const { return control_; }
+
+ private:
+  Control* control_;
+};
+
 PyObject* layout(PyObject*, PyObject* args) {
   PyObject* sequence = nullptr;
   Geometry g{};
@@ -215,7 +237,8 @@ PyObject* drain(PyObject*, PyObject* args) {
 
 // The state words, flags, sticky words and headers of this rank; nobody may be inside an op or write to the window.
 PyObject* rewind(PyObject*, PyObject* args) {
-  Control* c = control_of(args);
+  const Inside inside(args);
+  Control* c = inside.control();
   if (c == nullptr) return nullptr;
   std::memset(c->window, 0, c->layout.slots);
   for (int64_t i = 0; i < c->slots(); ++i) std::memset(Slot(c->window, c->layout, i).header, 0, c->layout.position);
@@ -246,7 +269,8 @@ PyObject* to_dict(const Control& c, const ErrorRecord& r) {
 }
 
 PyObject* check(PyObject*, PyObject* args) {
-  Control* c = control_of(args);
+  const Inside inside(args);
+  Control* c = inside.control();
   if (c == nullptr) return nullptr;
   for (int32_t p = 0; c->role == kAttention && p < c->peers && atomic(c->failed).load() == 0; ++p) {
     const int32_t sticky = atomic(word(c->window, c->layout.sticky, p)).load(std::memory_order_acquire);
@@ -272,7 +296,8 @@ PyObject* errors(PyObject*, PyObject* args) {
 }
 
 PyObject* poison(PyObject*, PyObject* args) {
-  Control* c = control_of(args);
+  const Inside inside(args);
+  Control* c = inside.control();
   if (c == nullptr) return nullptr;
   ErrorRecord r = where(Op::host, -1, -1, -1, -1);
   r.kind = static_cast<int32_t>(Kind::Failed);
@@ -281,7 +306,8 @@ PyObject* poison(PyObject*, PyObject* args) {
 }
 
 PyObject* leave(PyObject*, PyObject* args) {
-  Control* c = control_of(args);
+  const Inside inside(args);
+  Control* c = inside.control();
   if (c == nullptr) return nullptr;
   for (int32_t p = 0; p < c->peers; ++p) poison_peer(*c, p, kLeft);
   Py_RETURN_NONE;

@@ -203,10 +203,12 @@ AFD_HD constexpr int64_t join(int32_t lo, int32_t hi) {
   X(version)          \
   X(generation)       \
   X(sequence)         \
+  X(ring)             \
   X(layer)            \
   X(num_tokens)       \
   X(counts)           \
   X(position)         \
+  X(topk_ids)         \
   X(flags)
 
 enum class Field : int32_t {

@@ -46,8 +46,8 @@ bool admit(Control& c, int64_t index, int32_t region, int32_t stage, int32_t rin
   if (fails(h.magic != kHeaderMagic, Field::magic, kHeaderMagic, h.magic) ||
       fails(h.version != kWireVersion, Field::version, kWireVersion, h.version) ||
       fails(h.generation != c.generation, Field::generation, c.generation, h.generation) ||
-      fails(h.flags != 0, Field::flags, 0, h.flags) ||
-      fails(h.sequence < 0 || h.sequence % g.depth != ring, Field::sequence, ring, h.sequence) ||
+      fails(h.flags != 0, Field::flags, 0, h.flags) || fails(h.sequence < 0, Field::sequence, 0, h.sequence) ||
+      fails(h.sequence % g.depth != ring, Field::ring, ring, h.sequence % g.depth) ||
       fails(h.layer < 0, Field::layer, 0, h.layer) ||
       fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens))
     return false;

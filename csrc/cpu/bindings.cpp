@@ -34,6 +34,8 @@ std::tuple<Tensor, Tensor, Tensor> plan_cpu(const Tensor& topk_ids, const Tensor
   check_dim(op, "topk_ids", topk_ids, 2);
   const int64_t tokens = topk_ids.size(0), topk = topk_ids.size(1);
   check_topk_ids(op, topk_ids, tokens, topk);
+  if (ffn_size < 1) raise(Kind::Argument, op, "ffn_size is ", ffn_size, ", expected at least 1");
+  if (local_experts < 0) raise(Kind::Argument, op, "local_experts is ", local_experts, ", expected at least 0");
   check_dim(op, "expert_map", expert_map, 2);
   check_size(op, "expert_map", expert_map, 1, 2);
   check_type(op, "expert_map", expert_map, ScalarType::Int);
@@ -63,6 +65,7 @@ Tensor dispatch_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_
   Entry entry(window, kAttention, Op::dispatch);
   Control& c = entry.control();
   const Port p = read_port(c, Op::dispatch, port);
+  if (p.layer < 0) raise(Kind::Argument, Op::dispatch, "port is for layer ", p.layer, ", expected 0 or more");
   check_dispatch(c.geometry, x, topk_ids, topk_weights);
   Tensor ticket = torch::stable::new_zeros(x, {x.size(0) + 1, ticket_width(c.geometry.ffn_size)}, ScalarType::Int);
   const Weights weights{static_cast<const float*>(topk_weights.const_data_ptr()), topk_weights.stride(0),

@@ -20,7 +20,8 @@ Ticket read_ticket(const Control& c, Port port, const int32_t* w) {
     raise(Kind::Argument, op, "ticket is of stage ", k.stage, ", but port is of stage ", port.stage);
   if (k.layer != port.layer)
     raise(Kind::Argument, op, "ticket is of layer ", k.layer, ", but port is of layer ", port.layer);
-  if (k.ring < 0 || k.ring >= c.geometry.depth || c.ring[k.stage * c.geometry.depth + k.ring] != k.sequence)
+  if (k.sequence < 0 || k.ring < 0 || k.ring >= c.geometry.depth ||
+      c.ring[k.stage * c.geometry.depth + k.ring] != k.sequence)
     raise(Kind::Stale, op, "ticket with sequence ", k.sequence, " of stage ", k.stage,
           " is not in flight; it was used before");
   return k;
@@ -60,7 +61,8 @@ void check_reply(Control& c, const Ticket& k, int32_t f, const SlotHeader& h, in
   };
   if (differs(Field::magic, kHeaderMagic, h.magic) || differs(Field::version, kWireVersion, h.version) ||
       differs(Field::generation, k.generation, h.generation) || differs(Field::sequence, k.sequence, h.sequence) ||
-      differs(Field::layer, k.layer, h.layer) || differs(Field::num_tokens, tokens, h.num_tokens)) {
+      differs(Field::layer, k.layer, h.layer) || differs(Field::flags, 0, h.flags) ||
+      differs(Field::num_tokens, tokens, h.num_tokens)) {
     r.kind = static_cast<int32_t>(Kind::Protocol);
     r.peer = f;
     stop(c, r);

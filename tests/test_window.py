@@ -1,0 +1,1158 @@
+"""How a window begins and ends: construction, deadlines, poison, reset, close. Ranks are threads of this process."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import harness
+import pytest
+import torch
+import torch.distributed as dist
+from harness import expected, random_step
+from torch import Tensor
+
+import afd_ops
+from afd_ops import _C, Bootstrap, ExpertServer, LocalHeap, RemoteExperts, ShmHeap, Topology, Window
+
+pytestmark = pytest.mark.usefixtures("seed")
+
+SLACK = 3.0  # seconds: what a busy machine may add to a wait that should have ended
+AT_ONCE = 2.0  # seconds, far below the deadline that would have ended the wait instead
+SIZES: dict[str, Any] = {**harness.SIZES, "tokens": 8}
+PAIR = Topology(1, 1, 2)
+
+
+def together(*actions: Callable[[], Any]) -> list[Any]:
+    """Each action in a thread of its own: what it returned, or the exception that ended it."""
+    outcomes: list[Any] = [TimeoutError("still running")] * len(actions)
+
+    def run(index: int) -> None:
+        try:
+            outcomes[index] = actions[index]()
+        except BaseException as error:
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(actions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return outcomes
+
+
+@contextmanager
+def within(least: float, most: float) -> Iterator[None]:
+    begin = time.monotonic()
+    yield
+    assert 0.95 * least <= time.monotonic() - begin < most  # 5 %: a wait may round its clock down
+
+
+@contextmanager
+def raises(window: Window, kind: type[Exception], text: str = "in afd::") -> Iterator[Any]:
+    """The op inside raises what becomes `kind`, and says `text`."""
+    with pytest.raises(kind, match=re.escape(text)) as caught:
+        try:
+            yield caught
+        except RuntimeError as error:
+            window.raise_typed(error)
+
+
+class Flight(NamedTuple):
+    """A dispatch that waits for its combine."""
+
+    window: Window
+    module: RemoteExperts
+    ticket: Tensor
+    step: tuple[Tensor, Tensor, Tensor, Tensor]
+
+    def combine(self) -> Tensor:
+        return self.module.combine(self.ticket, self.step[3])
+
+    def assert_answered(self) -> None:
+        assert torch.equal(self.combine(), expected(self.window.topology, *self.step))
+
+
+def ask(window: Window, layer: int = 0, stage: int = 0) -> Flight:
+    module, step = RemoteExperts(layer, stage).attach(window), random_step(window.topology, 4)
+    step[1][0] = torch.tensor([0, 1])  # at least one row for each of two experts
+    return Flight(window, module, module.dispatch(*step[:3]), step)
+
+
+def server_of(window: Window) -> ExpertServer:
+    return ExpertServer(window, harness.experts_of(window.topology, window.role_rank))
+
+
+def reset(windows: list[Window]) -> None:
+    assert together(*(window.reset for window in windows)) == [None] * len(windows)
+
+
+def poisoned(window: Window) -> list[bool]:
+    """Per peer: whether it told this rank that it gave up."""
+    at = _C.addresses(window.id)["window"] + window.geometry.layout["sticky"]
+    count = len(window.topology.peers(window.bootstrap.rank))
+    return [ctypes.c_int32.from_address(at + i * _C.WORD_STRIDE).value == _C.POISONED for i in range(count)]
+
+
+# Construction.
+
+
+def construct(
+    topology: Topology,
+    *,
+    ranks: list[int] | None = None,
+    timeout: float = 10.0,
+    heap: Callable[[int], Any] = lambda rank: ShmHeap(),
+    store: Callable[[int, Any], Any] = lambda rank, store: store,
+    topology_of: Callable[[int], Topology] | None = None,
+    sizes_of: Callable[[int], dict[str, Any]] = lambda rank: {},
+) -> list[Any]:
+    """A window per rank, each in a thread of its own; of those that failed, the exception."""
+    shared = dist.HashStore()
+
+    def build(rank: int) -> Window:
+        bootstrap = Bootstrap(store(rank, shared), rank, topology.world_size, timeout=timeout)
+        return Window(
+            topology_of(rank) if topology_of else topology,
+            bootstrap,
+            heap=heap(rank),
+            **{**SIZES, **sizes_of(rank)},
+        )
+
+    present = range(topology.world_size) if ranks is None else ranks
+    return together(*((lambda rank=rank: build(rank)) for rank in present))
+
+
+def resources() -> tuple[int, int]:
+    """Open files, and mappings of shared memory, of this process."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return len(list(Path("/proc/self/fd").iterdir())), sum("memfd:afd_ops" in line for line in maps)
+
+
+def assert_no_more(before: tuple[int, int], after: tuple[int, int]) -> None:
+    assert after[0] <= before[0] and after[1] <= before[1], (before, after)  # less: another test's, closed meanwhile
+
+
+@pytest.mark.parametrize(
+    ("field", "other", "seen", "first"),
+    [
+        ("hidden", dict(hidden=32), 32, 16),
+        ("topk", dict(topk=3), 3, 2),
+        ("tokens", dict(tokens=9), 9, 8),
+        ("dtype", dict(dtype=torch.bfloat16), "bfloat16", "float32"),
+        ("stages", dict(stages=2), 2, 1),
+        ("depth", dict(depth=3), 3, 2),
+    ],
+)
+@pytest.mark.parametrize("odd", [1, 2])
+def test_a_size_that_differs_is_named_on_every_rank(
+    field: str, other: dict[str, Any], seen: object, first: object, odd: int
+) -> None:
+    """fault: ranks started with different capacities write past each other's fields."""
+    outcomes = construct(
+        Topology(2, 1, 4),
+        sizes_of=lambda rank: other if rank == odd else {},
+        heap=lambda rank: FailingHeap("allocate"),  # never reached: refused before anything is allocated
+    )
+    assert [type(outcome) for outcome in outcomes] == [afd_ops.GeometryError] * 3
+    who = {1: "rank 1 (attention 1)", 2: "rank 2 (ffn 0)"}[odd]
+    assert {str(outcome) for outcome in outcomes} == {
+        f"{who} has {field}={seen}, rank 0 (attention 0) has {field}={first}; "
+        "every rank must be started with the same model"
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "other", "seen", "first"),
+    [
+        ("num_experts", Topology(1, 2, 3), 3, 4),
+        ("local_experts", Topology(1, 2, 4, ((0, 0), (0, 1), (0, 2), (1, 0))), 3, 2),
+        ("expert_map[1]", Topology(1, 2, 4, ((0, 0), (1, 1), (1, 0), (0, 1))), [1, 1], [0, 1]),
+        ("attention_size", Topology(2, 1, 4), 2, 1),
+    ],
+)
+def test_a_topology_that_differs_is_named_on_every_rank(
+    field: str, other: Topology, seen: object, first: object
+) -> None:
+    """fault: tokens go to ranks that do not own the expert."""
+    outcomes = construct(Topology(1, 2, 4), topology_of=lambda rank: other if rank == 1 else Topology(1, 2, 4))
+    assert [type(outcome) for outcome in outcomes] == [afd_ops.GeometryError] * 3
+    texts = {str(outcome) for outcome in outcomes}
+    for text in texts:
+        assert re.search(
+            rf"rank 1 .* has {re.escape(f'{field}={seen}')}, rank 0 .* has {re.escape(f'{field}={first}')}", text
+        )
+    assert len(texts) == 1, "every rank says the same"
+
+
+def test_another_wire_version_is_refused_on_every_rank() -> None:
+    """fault: two builds of the library that lay out a slot differently exchange garbage."""
+
+    class Newer:
+        """A store that makes its rank look like a later build."""
+
+        def __init__(self, store: Any) -> None:
+            self.store = store
+
+        def set(self, key: str, value: str) -> None:
+            current = f'"wire_version\\": {_C.WIRE_VERSION}'
+            self.store.set(key, value.replace(current, f'"wire_version\\": {_C.WIRE_VERSION + 1}'))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+    outcomes = construct(PAIR, store=lambda rank, store: Newer(store) if rank == 1 else store)
+    assert [type(outcome) for outcome in outcomes] == [afd_ops.GeometryError] * 2
+    assert f"rank 1 (ffn 0) has wire_version={_C.WIRE_VERSION + 1}" in str(outcomes[0])
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_missing_rank_is_named_within_the_timeout(missing: int) -> None:
+    """fault: the others wait for ever for a rank that never came."""
+    before = resources()
+    with within(0.3, 0.3 + SLACK):
+        outcomes = construct(Topology(1, 2, 4), ranks=[r for r in range(3) if r != missing], timeout=0.3)
+    for outcome in outcomes:
+        assert isinstance(outcome, afd_ops.BootstrapError)
+        assert re.search(rf"waited 0.3 s for rank {missing} ", str(outcome))
+    del outcomes
+    assert_no_more(before, resources())
+
+
+def test_all_missing_ranks_are_named() -> None:
+    (outcome,) = construct(Topology(2, 2, 4), ranks=[1], timeout=0.2)
+    assert "for ranks 0, 2, 3 " in str(outcome)
+
+
+class FailingHeap(ShmHeap):
+    """Fails in one step of construction."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self.step = step
+
+    def fail(self, *_: object) -> Any:
+        raise OSError(f"injected in {self.step}")
+
+    def allocate(self, nbytes: int) -> Any:
+        if self.step == "allocate":
+            self.fail()
+        segment: Any = super().allocate(nbytes)
+        if self.step == "map":
+            segment.peer = self.fail
+        if self.step == "map the second peer":
+            reach, calls = segment.peer, iter([True, False])
+            segment.peer = lambda handle: reach(handle) if next(calls) else self.fail()
+        if self.step == "seal":
+            segment.seal = self.fail
+        return segment
+
+
+@pytest.mark.parametrize(
+    ("step", "named"),
+    [("allocate", "allocate"), ("map", "map"), ("map the second peer", "map")],
+)
+@pytest.mark.parametrize("odd", [0, 3])
+def test_one_rank_that_fails_ends_construction_on_all_and_nothing_is_left(step: str, named: str, odd: int) -> None:
+    """faults: the others wait for ever; what was allocated before the failure leaks."""
+    before = resources()
+    with within(0.0, 5.0):
+        outcomes = construct(
+            Topology(2, 2, 4), heap=lambda rank: FailingHeap(step) if rank == odd else ShmHeap(), timeout=10.0
+        )
+    for rank, outcome in enumerate(outcomes):
+        if rank == odd:
+            assert isinstance(outcome, OSError) and f"injected in {step}" in str(outcome)
+        else:
+            assert isinstance(outcome, afd_ops.BootstrapError)
+            assert str(outcome) == f"rank {odd} failed in step {named!r}: OSError: injected in {step}"
+    del outcomes, outcome
+    assert_no_more(before, resources())
+
+
+def test_a_rank_that_fails_after_the_last_exchange_is_named_too() -> None:
+    outcomes = construct(PAIR, heap=lambda rank: FailingHeap("seal") if rank == 1 else ShmHeap(), timeout=0.5)
+    assert isinstance(outcomes[1], OSError)
+    assert isinstance(outcomes[0], afd_ops.BootstrapError) and "for rank 1 " in str(outcomes[0])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (dict(hidden=0), "hidden is 0, expected 1 or more"),
+        (dict(deadline=0.0), "deadline is 0.0, expected more than 0"),
+        (dict(deadline=float("nan")), "deadline is nan, expected more than 0"),
+        (dict(deadline=float("inf")), "deadline is inf"),
+        (dict(poll_interval=-1.0), "poll_interval is -1.0, expected more than 0"),
+        (dict(rows=15), "rows is 15, expected tokens x topk = 16"),
+        (dict(rows=2**31), "rows is 2147483648"),
+    ],
+)
+def test_a_rank_with_an_impossible_argument_names_it_and_all_hear(bad: dict[str, Any], message: str) -> None:
+    """fault: the rank that was started wrongly raises, and the others wait for it until they time out."""
+    outcomes = construct(PAIR, sizes_of=lambda rank: bad if rank == 1 else {})
+    assert isinstance(outcomes[1], ValueError) and message in str(outcomes[1])
+    assert isinstance(outcomes[0], afd_ops.BootstrapError)
+    assert str(outcomes[0]).startswith(f"rank 1 failed in step 'validate': ValueError: {message}")
+
+
+def test_a_bootstrap_of_another_size_is_refused() -> None:
+    outcomes = construct(PAIR, topology_of=lambda rank: Topology(1, 2, 2) if rank == 1 else PAIR)
+    assert isinstance(outcomes[1], ValueError) and isinstance(outcomes[0], afd_ops.BootstrapError)
+    assert "bootstrap has 2 ranks, but the topology has attention_size + ffn_size = 3" in str(outcomes[0])
+
+
+def test_too_little_memory_raises_with_both_numbers_on_all_ranks() -> None:
+    """fault: the window is larger than the memory, and the first store is a SIGBUS."""
+
+    class Full(ShmHeap):
+        def free_bytes(self) -> int:
+            return 1000
+
+    outcomes = construct(PAIR, heap=lambda rank: Full() if rank == 1 else ShmHeap())
+    assert isinstance(outcomes[1], MemoryError)
+    assert re.search(r"the window takes \d+ bytes, but 1000 are free", str(outcomes[1]))
+    assert "rank 1 failed in step 'allocate': MemoryError: the window takes" in str(outcomes[0])
+
+
+def test_building_and_closing_many_times_leaves_nothing_behind() -> None:
+    """Files, mappings and ids: descriptors and shared memory are given back, an id is never used again."""
+    topology, ids, after = Topology(1, 2, 2), list[int](), list[tuple[int, int]]()
+    for _ in range(20):
+        windows = construct(topology)
+        ids += [window.id for window in windows]
+        for window in windows:
+            window.close()
+        del windows, window
+        after.append(resources())
+    assert_no_more(after[1], after[-1])
+    assert len(set(ids)) == len(ids) == 60
+
+
+def test_two_windows_of_one_process_do_not_mix() -> None:
+    first, second = Topology(1, 2, 4), Topology(2, 1, 3)
+    with harness.serving(first) as one, harness.serving(second, hidden=16, depth=1) as two:
+        for turn in range(5):
+            flights = [ask(window, layer=turn) for window in (*one, *two)]
+            for flight in reversed(flights):
+                flight.assert_answered()
+
+
+# The meeting point.
+
+
+def test_ranks_meet_at_an_address_and_a_missing_one_is_named() -> None:
+    address = f"127.0.0.1:{harness.free_port()}"
+    bootstraps = [Bootstrap.connect(address, rank, 3, timeout=5.0) for rank in (0, 1)]
+    for bootstrap in bootstraps:
+        bootstrap.timeout = 0.3
+    with within(0.3, 0.3 + SLACK):
+        outcomes = together(*(lambda b=b: Window(Topology(1, 2, 4), b, **SIZES) for b in bootstraps))
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, afd_ops.BootstrapError)
+        assert str(outcome) == f"rank {rank} waited 0.3 s for rank 2 (group 'afd', exchange 1)"
+
+
+def test_rank_0_listens_on_the_given_address_only() -> None:
+    """fault: the store listens on every interface of the host, open to strangers."""
+    port = harness.free_port()
+    bootstrap = Bootstrap.connect(f"127.0.0.1:{port}", 0, 1)
+    listening = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            local, state = line.split()[1], line.split()[3]
+            if state == "0A" and int(local.split(":")[1], 16) == port:
+                listening.append(local.split(":")[0])
+    assert listening == ["0100007F"]
+    assert bootstrap.all_gather("x") == ["x"]
+
+
+def test_an_address_that_nobody_opened_is_named_within_the_timeout() -> None:
+    address = f"127.0.0.1:{harness.free_port()}"
+    with within(0.0, 0.2 + 3.0), pytest.raises(afd_ops.BootstrapError, match=f"could not meet rank 0 at {address}"):
+        Bootstrap.connect(address, 1, 2, timeout=0.2)
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    address = f"127.0.0.1:{harness.free_port()}"
+    holder = Bootstrap.connect(address, 0, 1)
+    with pytest.raises(afd_ops.BootstrapError, match=f"{address}.*in use"):
+        Bootstrap.connect(address, 0, 1, timeout=0.5)
+    assert holder.all_gather("still here") == ["still here"]
+
+
+@pytest.mark.parametrize("address", ["", "localhost", ":29500", "localhost:", "localhost:x"])
+def test_an_address_without_host_or_port_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="expected host:port"):
+        Bootstrap.connect(address, 0, 1)
+
+
+def test_a_store_whose_host_is_gone_is_a_bootstrap_error() -> None:
+    """fault: rank 0 dies while the others wait, and they see an exception of the store's, not one of ours."""
+    address = f"127.0.0.1:{harness.free_port()}"
+    host, guest = Bootstrap.connect(address, 0, 2, timeout=5.0), Bootstrap.connect(address, 1, 2, timeout=5.0)
+    waiting = threading.Event()
+
+    def wait() -> Any:
+        waiting.set()
+        return guest.all_gather()
+
+    def leave() -> None:
+        nonlocal host
+        waiting.wait()
+        time.sleep(0.1)
+        del host
+
+    outcome = together(wait, leave)[0]
+    assert isinstance(outcome, afd_ops.BootstrapError), repr(outcome)[:200]
+    with pytest.raises(afd_ops.BootstrapError):
+        guest.all_gather()
+
+
+def test_a_group_that_meets_again_does_not_read_what_the_first_one_left() -> None:
+    """fault: survivors build a new window over the store of the old one, take its last keys for fresh ones, and run
+    through a barrier that nobody else has reached."""
+    store = dist.HashStore()
+    first = [Bootstrap(store, rank, 2, timeout=5.0) for rank in (0, 1)]
+    assert together(*(lambda b=b: b.all_gather(f"old {b.rank}") for b in first)) == [["old 0", "old 1"]] * 2
+    with pytest.raises(afd_ops.BootstrapError):  # rank 1 is missing, or the name is refused: either will do
+        assert Bootstrap(store, 0, 2, timeout=0.2).all_gather("new 0") == [], "read what an earlier group had left"
+
+
+# Deadlines.
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_peer_that_does_not_answer_is_named_within_the_deadline(late: int) -> None:
+    topology = Topology(1, 2, 4)
+    with harness.windows(topology, deadline=0.5, stages=2) as (attention, *ffn):
+        ask(attention, layer=5, stage=1)
+        flight = ask(attention, layer=6, stage=1)
+        if late == 1:
+            assert [server_of(ffn[0]).step(), server_of(ffn[0]).step()] == [1, 1]
+        text = f"rank {1 + late} (ffn {late}) did not answer within 0.5 s"
+        with within(0.5, 0.5 + SLACK), raises(attention, afd_ops.PeerTimeoutError, text) as caught:
+            flight.combine()
+        e = caught.value
+        assert (e.op, e.peer, e.layer, e.stage, e.ring, e.sequence, e.generation) == ("combine", late, 6, 1, 1, 1, 0)
+
+        with within(0.0, 0.5):  # from now on every op of this window, whatever its lane
+            with raises(attention, afd_ops.PeerTimeoutError, text):
+                ask(attention)
+            with raises(attention, afd_ops.PeerTimeoutError, text):
+                flight.combine()
+            with pytest.raises(afd_ops.PeerTimeoutError, match=re.escape(text)):
+                attention.check()
+        for window in ffn:  # and the F ranks stop working for it
+            assert poisoned(window) == [True]
+            assert server_of(window).step() == 0
+            assert _C.regions(window.id) == (_C.POISONED,)
+            assert [(error["kind"], error["peer"]) for error in window.errors()] == [("PeerFailed", 0)]
+
+
+def test_an_ffn_rank_that_is_too_slow_closes_the_region_and_says_so() -> None:
+    with harness.windows(Topology(2, 1, 2), deadline=0.5) as (slow, other, ffn):
+        flight, server = ask(slow, layer=4), server_of(ffn)
+        item = torch.ops.afd.arrive(server.port, ffn.id)
+        time.sleep(0.55)
+        rows, scales, offsets = torch.ops.afd.receive(item, server.port, ffn.id, int(item[0, _C.ITEM_ROWS]))
+        torch.ops.afd.reply(server.experts(rows, scales, offsets, 4), item, server.port, ffn.id)
+        (error,) = ffn.errors()
+        assert (error["kind"], error["op"], error["peer"], error["layer"]) == ("Timeout", "reply", 0, 4)
+        assert "rank 0 (attention 0) was not answered within 0.5 s" in error["message"]
+        with within(0.0, AT_ONCE), raises(slow, afd_ops.PeerFailedError, "rank 2 (ffn 0)"):
+            flight.combine()
+        flight = ask(other)
+        assert server.step() == 1
+        flight.assert_answered()
+
+
+def test_idle_is_not_a_fault() -> None:
+    with harness.windows(PAIR, deadline=0.4, poll_interval=0.05) as (attention, ffn):
+        server = server_of(ffn)
+        with within(0.5, 0.5 + SLACK):
+            for _ in range(10):
+                assert server.step() == 0
+        empty = torch.ops.afd.arrive(server.port, ffn.id)
+        rows, _, offsets = torch.ops.afd.receive(empty, server.port, ffn.id, 0)
+        assert rows.shape == (0, 16) and offsets.tolist() == [0, 0]
+        torch.ops.afd.reply(rows, empty, server.port, ffn.id)
+        assert ffn.errors() == attention.errors() == []
+        flight = ask(attention)
+        assert server.step() == 1
+        flight.assert_answered()
+
+
+def test_check_never_waits() -> None:
+    with harness.windows(PAIR) as (attention, ffn):
+        ask(attention)  # a reply is outstanding, and will not come
+        with within(0.0, AT_ONCE):
+            attention.check()
+        ffn.poison()
+        with within(0.0, AT_ONCE), pytest.raises(afd_ops.PeerFailedError, match=re.escape("rank 1 (ffn 0) failed")):
+            attention.check()
+
+
+# Peers that fail, and peers that leave.
+
+
+def test_poison_ends_every_wait_of_the_window() -> None:
+    """fault: two lanes wait, one learns that the window has stopped, and the other waits for its own deadline."""
+    with harness.windows(Topology(1, 2, 2), stages=2) as (attention, *_):
+        lanes = [ask(attention, stage=stage) for stage in (0, 1)]
+        threading.Timer(0.1, attention.poison).start()
+        with within(0.1, 0.1 + SLACK):
+            outcomes = together(*(lane.combine for lane in lanes))
+        for outcome in outcomes:
+            with raises(attention, afd_ops.RankFailedError, "rank 0 (attention 0) gave up on this window"):
+                raise outcome
+
+
+def test_a_failed_region_is_closed_and_the_others_are_served_on() -> None:
+    with harness.windows(Topology(3, 1, 2)) as (*attention, ffn):
+        server, outcome = server_of(ffn), list[Any]()
+        thread = threading.Thread(target=lambda: outcome.extend(together(server.run)))
+        thread.start()
+        for turn in range(3):
+            for flight in [ask(window, layer=turn) for window in attention]:
+                flight.assert_answered()
+        attention[1].poison()
+        with raises(attention[1], afd_ops.RankFailedError, "rank 1 (attention 1) gave up on this window"):
+            ask(attention[1])
+        for turn in range(3):
+            for flight in [ask(window, layer=turn) for window in (attention[0], attention[2])]:
+                flight.assert_answered()
+        attention[0].close()
+        attention[2].close()
+        thread.join(5)
+        (error,) = outcome  # served to the end, then raised
+        assert isinstance(error, afd_ops.PeerFailedError) and error.peer == 1
+        assert "rank 1 (attention 1) failed and poisoned this window" in str(error)
+
+
+def test_poison_survives_the_reset_of_a_flag_and_a_late_flag() -> None:
+    """fault: poison kept in a flag is erased by the in-band reset of that flag, or overwritten by a late READY."""
+    with harness.windows(PAIR) as (attention, ffn):
+        flight, server = ask(attention), server_of(ffn)
+        assert server.step() == 1
+        ffn.poison()
+        flight.assert_answered()  # the answer was there before; taking it puts the flag back
+        ring = attention.geometry.layout["flags"] + _C.addresses(attention.id)["window"]
+        ctypes.c_int32.from_address(ring).value = _C.READY
+        assert poisoned(attention) == [True]
+        with pytest.raises(afd_ops.PeerFailedError):
+            attention.check()
+        with raises(attention, afd_ops.PeerFailedError):
+            ask(attention)
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_exception_of_the_experts_reaches_everyone_at_once(kind: type[BaseException]) -> None:
+    """fault: the server loop dies, and the attention ranks learn of it by their own deadline."""
+
+    def broken(rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
+        raise kind("no such weights")
+
+    with harness.windows(Topology(2, 1, 2)) as (asking, idle, ffn):
+        flight = ask(asking)
+        with within(0.0, AT_ONCE):
+            served, combined = together(ExpertServer(ffn, broken).run, flight.combine)
+        assert type(served) is kind, "never swallowed, never replaced"
+        with raises(asking, afd_ops.PeerFailedError, "rank 2 (ffn 0) failed and poisoned this window"):
+            raise combined
+        with pytest.raises(afd_ops.PeerFailedError):
+            idle.check()
+        with raises(ffn, afd_ops.RankFailedError):
+            torch.ops.afd.arrive(ffn.port(), ffn.id)
+
+
+def test_experts_of_the_wrong_shape_fail_the_same_way() -> None:
+    with harness.windows(PAIR) as (attention, ffn):
+        flight = ask(attention)
+        served, combined = together(ExpertServer(ffn, lambda rows, *_: rows[:1]).run, flight.combine)
+        assert isinstance(served, afd_ops.ArgumentError) and "expert_out has 1 rows" in str(served)
+        with raises(attention, afd_ops.PeerFailedError):
+            raise combined
+
+
+def test_a_server_ends_when_every_attention_rank_has_left() -> None:
+    with harness.windows(Topology(2, 1, 2)) as (first, second, ffn):
+        outcome: list[Any] = []
+        thread = threading.Thread(target=lambda: outcome.extend(together(server_of(ffn).run)))
+        thread.start()
+        ask(first).assert_answered()
+        first.close()
+        for _ in range(3):
+            ask(second).assert_answered()
+        second.close()
+        thread.join(5)
+        assert outcome == [None]
+
+
+def test_stop_ends_a_server() -> None:
+    with harness.windows(PAIR) as (_, ffn):
+        server = server_of(ffn)
+        threading.Timer(0.05, server.stop).start()
+        assert together(server.run) == [None]
+
+
+def test_an_ffn_rank_that_leaves_early_is_named() -> None:
+    with harness.windows(Topology(1, 2, 2)) as (attention, _, leaver):
+        flight = ask(attention)
+        threading.Timer(0.05, leaver.close).start()
+        with (
+            within(0.0, AT_ONCE),
+            raises(attention, afd_ops.PeerLeftError, "rank 2 (ffn 1) closed its window") as caught,
+        ):
+            flight.combine()
+        assert caught.value.peer == 1
+    with harness.windows(Topology(1, 2, 2)) as (attention, leaver, _):
+        leaver.close()
+        with raises(attention, afd_ops.PeerLeftError, "rank 1 (ffn 0) closed its window") as caught:
+            ask(attention)
+        assert caught.value.op == "dispatch"
+
+
+# Lanes, rings and tickets.
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_more_in_flight_than_rings_is_an_error_that_loses_nothing(depth: int) -> None:
+    """fault: the oldest request is overwritten, or the writer waits for ever for a ring."""
+    with harness.windows(PAIR, depth=depth, stages=2) as (attention, ffn):
+        flights = [ask(attention, layer) for layer in range(depth)]
+        for _ in range(2):
+            with raises(attention, afd_ops.RingBusyError, f"stage 0 has {depth} dispatches in flight (depth {depth})"):
+                ask(attention, 9)
+        flights.append(ask(attention, 7, stage=1))  # another lane is not concerned
+        server = server_of(ffn)
+        assert sum(server.step() for _ in range(depth + 1)) == depth + 1
+        for flight in flights:
+            flight.assert_answered()
+        flights = [ask(attention, layer) for layer in range(depth)]
+        assert sum(server.step() for _ in range(depth)) == depth
+        for flight in flights:
+            flight.assert_answered()
+        attention.check()
+
+
+def test_a_ticket_is_good_for_one_combine_of_its_own_lane_and_layer() -> None:
+    with harness.serving(PAIR, stages=2) as (attention,):
+        used, flight = ask(attention), ask(attention, layer=3, stage=1)
+        used.assert_answered()
+        with raises(attention, afd_ops.StaleError, "ticket with sequence 0 of stage 0 is not in flight"):
+            used.combine()
+        with raises(attention, afd_ops.ArgumentError, "ticket is of stage 1, but port is of stage 0"):
+            RemoteExperts(3, stage=0).attach(attention).combine(flight.ticket, flight.step[3])
+        with raises(attention, afd_ops.ArgumentError, "ticket is of layer 3, but port is of layer 2"):
+            RemoteExperts(2, stage=1).attach(attention).combine(flight.ticket, flight.step[3])
+        with raises(attention, afd_ops.ArgumentError, "base has size 3 in dimension 0, expected 4"):
+            flight.module.combine(flight.ticket, flight.step[3][:3])
+        flight.assert_answered()  # nothing was lost
+        attention.check()
+
+
+@pytest.mark.parametrize("sequence", [-1, 1, 2**32])
+def test_a_ticket_that_was_never_issued_is_refused(sequence: int) -> None:
+    """A damaged ticket must not wait for an answer that was never asked for; -1 is how an idle ring is marked."""
+    with harness.serving(PAIR, deadline=1.0) as (attention,):
+        flight = ask(attention)
+        flight.assert_answered()
+        flight.ticket[0, 3:5] = torch.tensor([sequence]).view(torch.int32)
+        with raises(attention, afd_ops.StaleError, f"sequence {sequence} "):
+            flight.combine()
+
+
+def test_an_item_is_good_for_one_reply() -> None:
+    with harness.windows(PAIR) as (attention, ffn):
+        flight, server = ask(attention), server_of(ffn)
+        item = torch.ops.afd.arrive(server.port, ffn.id)
+        rows, scales, offsets = torch.ops.afd.receive(item, server.port, ffn.id, 8)
+        out = server.experts(rows, scales, offsets, 0)
+        torch.ops.afd.reply(out, item, server.port, ffn.id)
+        for again in (
+            lambda: torch.ops.afd.reply(out, item, server.port, ffn.id),
+            lambda: torch.ops.afd.receive(item, server.port, ffn.id, 8),
+        ):
+            with raises(ffn, afd_ops.StaleError, "item with sequence 0 of region 0 was answered before"):
+                again()
+        flight.assert_answered()
+
+
+def test_a_port_without_a_layer_is_refused_before_anything_is_sent() -> None:
+    """fault: the F rank finds layer -1 in the header and closes the region of a rank that only forgot an argument."""
+    with harness.windows(PAIR) as (attention, ffn):
+        x, ids, weights, _ = random_step(PAIR, 4)
+        with raises(attention, afd_ops.ArgumentError, "layer"):
+            torch.ops.afd.dispatch(x, ids, weights, attention.port(), attention.id)
+        assert server_of(ffn).step() == 0 and ffn.errors() == []
+
+
+# An exception between dispatch and combine.
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_exception_between_dispatch_and_combine_stops_the_window_until_reset(kind: type[BaseException]) -> None:
+    """fault: the reply that is on its way pairs with the next request and looks plausible."""
+    with harness.windows(PAIR) as windows:
+        attention, ffn = windows
+        with pytest.raises(kind, match="in the shared expert"), attention.step():
+            flight = ask(attention)
+            raise kind("in the shared expert")
+        assert poisoned(ffn) == [True]
+        for op in (flight.combine, lambda: ask(attention)):
+            with raises(attention, afd_ops.RankFailedError, "rank 0 (attention 0) gave up on this window"):
+                op()
+        reset(windows)
+        with raises(attention, afd_ops.StaleError):
+            flight.combine()
+        flight = ask(attention)
+        assert server_of(ffn).step() == 1
+        flight.assert_answered()
+
+
+def test_an_exception_with_nothing_in_flight_stops_nothing() -> None:
+    with harness.serving(PAIR) as (attention,):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="elsewhere"), attention.step():
+                ask(attention).assert_answered()
+                raise ValueError("elsewhere")
+        with pytest.raises(afd_ops.ArgumentError, match="topk_ids"), attention.step():
+            RemoteExperts(0).attach(attention).dispatch(torch.zeros(2, 16), torch.zeros(3, 2).int(), torch.zeros(2, 2))
+        with attention.step():
+            ask(attention).assert_answered()
+
+
+@pytest.mark.parametrize("refused", ["argument", "ring"])
+def test_a_refused_call_does_not_stop_what_is_in_flight(refused: str) -> None:
+    """fault: an error that sent nothing poisons the window, because other lanes of it happen to be in flight."""
+    with harness.windows(PAIR, stages=2, depth=1) as (attention, ffn):
+        flight, module = ask(attention), RemoteExperts(0, stage=int(refused == "argument")).attach(attention)
+        kind = {"argument": afd_ops.ArgumentError, "ring": afd_ops.RingBusyError}[refused]
+        x, ids, weights, base = random_step(PAIR, 4)
+        with pytest.raises(kind):
+            module(x, ids if refused == "ring" else ids + 9, weights, base)
+        attention.check()
+        assert server_of(ffn).step() == 1
+        flight.assert_answered()
+
+
+def test_a_step_ends_with_a_check() -> None:
+    with harness.windows(PAIR) as (attention, ffn), pytest.raises(afd_ops.PeerFailedError), attention.step():
+        ffn.poison()  # nothing inside the step waits for it
+
+
+# reset().
+
+
+def test_reset_drops_what_is_in_flight_and_refuses_it_afterwards() -> None:
+    """faults: a ticket or item of before is honoured; a late reply pairs with the next request."""
+    with harness.windows(PAIR, stages=2) as windows:
+        attention, ffn = windows
+        ids, server = [window.id for window in windows], server_of(ffn)
+        old = [ask(attention), ask(attention), ask(attention, 1, stage=1)]
+        item = torch.ops.afd.arrive(server.port, ffn.id)
+        rows, _, _ = torch.ops.afd.receive(item, server.port, ffn.id, 64)
+        assert _C.in_flight(attention.id) == 3
+        reset(windows)
+        assert [window.id for window in windows] == ids
+        assert [window.generation for window in windows] == [1, 1]
+        assert _C.in_flight(attention.id) == 0
+        assert server.step() == 0, "no slot of before is left"
+
+        with raises(ffn, afd_ops.StaleError, "item is of generation 0, but the window is at 1"):
+            torch.ops.afd.receive(item, server.port, ffn.id, 64)
+        new = [old[0].module, old[0].module, old[2].module]  # ports and rings as before
+        flights = [
+            Flight(attention, module, module.dispatch(*step[:3]), step)
+            for module, step in ((module, random_step(PAIR, 5)) for module in new)
+        ]
+        with raises(ffn, afd_ops.StaleError, "item is of generation 0, but the window is at 1"):
+            torch.ops.afd.reply(rows, item, server.port, ffn.id)
+        for flight in old:
+            with raises(attention, afd_ops.StaleError, "ticket is of generation 0, but the window is at 1"):
+                flight.combine()
+        while server.step():
+            pass
+        for flight in flights:
+            flight.assert_answered()
+        attention.check()
+
+
+def test_a_reply_of_before_a_reset_is_a_protocol_error_not_a_result() -> None:
+    """What a store that lands late would leave in the slot: a complete reply, of the generation before."""
+    with harness.windows(PAIR) as windows:
+        attention, ffn = windows
+        flight = ask(attention)
+        assert server_of(ffn).step() == 1
+        base, layout = _C.addresses(attention.id)["window"], attention.geometry.layout
+        late = ctypes.string_at(base + layout["slots"], layout["slot_bytes"])
+        reset(windows)
+        flight = ask(attention)
+        ctypes.memmove(base + layout["slots"], late, len(late))
+        ctypes.c_int32.from_address(base + layout["flags"]).value = _C.READY
+        with raises(attention, afd_ops.ProtocolError, "generation is 0, expected 1"):
+            flight.combine()
+
+
+@pytest.mark.parametrize("stopped_by", ["timeout", "attention", "ffn", "garbage"])
+def test_reset_makes_a_stopped_window_work_again(stopped_by: str) -> None:
+    with harness.windows(Topology(2, 2, 4), deadline=0.5) as windows:
+        attention, ffn = windows[:2], windows[2:]
+        flight = ask(attention[0])
+        if stopped_by == "timeout":
+            with raises(attention[0], afd_ops.PeerTimeoutError):
+                flight.combine()
+        elif stopped_by == "garbage":
+            poke(ffn[0], 0, "magic", 7)
+            assert server_of(ffn[0]).step() == 0
+        else:
+            {"attention": attention, "ffn": ffn}[stopped_by][1].poison()
+        for window in ffn:
+            with suppress(RuntimeError):
+                server_of(window).step()
+        reset(windows)
+        for window in windows:
+            window.check()
+            assert window.errors() == [] and True not in poisoned(window)
+        flights = [ask(window) for window in attention]
+        assert [server_of(window).step() for window in ffn] == [2, 2]
+        for flight in flights:
+            flight.assert_answered()
+
+
+def test_reset_ends_ops_and_server_loops_that_wait() -> None:
+    with harness.windows(Topology(1, 2, 2)) as windows:
+        attention, served, _ = windows
+        flight = ask(attention)
+        delayed = [lambda window=window: (time.sleep(0.1), window.reset())[1] for window in windows]
+        with within(0.1, 0.1 + SLACK):
+            combined, ran, *resets = together(flight.combine, server_of(served).run, *delayed)
+        assert resets == [None] * 3
+        assert isinstance(ran, afd_ops.AbortedError)
+        with raises(attention, afd_ops.AbortedError):
+            raise combined
+        for window in windows:
+            window.check()
+
+
+def test_a_server_that_computes_during_a_reset_does_not_stop_the_next_generation() -> None:
+    """fault: experts that were at work while everybody reset answer with an old item; that is refused, and the server
+    loop, seeing an error, poisons the generation that has just begun."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
+        started.set()
+        assert go_on.wait(10)
+        return rows
+
+    with harness.windows(PAIR) as windows:
+        attention, ffn = windows
+        outcome: list[Any] = []
+        thread = threading.Thread(target=lambda: outcome.extend(together(ExpertServer(ffn, slow).run)))
+        ask(attention)
+        thread.start()
+        assert started.wait(10)
+        reset(windows)
+        go_on.set()
+        thread.join(10)
+        attention.check()
+        ffn.check()
+        assert isinstance(outcome[0], (afd_ops.AbortedError, afd_ops.StaleError))
+        flight = ask(attention)
+        assert server_of(ffn).step() == 1
+        flight.assert_answered()
+
+
+def test_a_step_that_spans_a_reset_does_not_stop_the_next_generation() -> None:
+    """fault: one lane is refused its old ticket, and that exception poisons what another lane has since sent."""
+    with harness.windows(PAIR, stages=2) as windows:
+        attention, ffn = windows
+        with pytest.raises(afd_ops.StaleError), attention.step():
+            old = ask(attention)
+            reset(windows)
+            flight = ask(attention, stage=1)
+            old.combine()
+        attention.check()
+        assert server_of(ffn).step() == 1
+        flight.assert_answered()
+
+
+def test_reset_with_a_rank_missing_raises_within_the_timeout() -> None:
+    with harness.windows(Topology(1, 2, 2)) as (attention, ffn, _):
+        for window in (attention, ffn):
+            window.bootstrap.timeout = 0.3
+        with within(0.3, 0.3 + SLACK):
+            outcomes = together(attention.reset, ffn.reset)
+        for outcome in outcomes:
+            assert isinstance(outcome, afd_ops.BootstrapError) and "for rank 2 " in str(outcome)
+        with within(0.0, AT_ONCE):
+            with raises(attention, afd_ops.AbortedError):
+                ask(attention)
+            attention.close()
+
+
+def test_reset_many_times() -> None:
+    with harness.windows(Topology(2, 1, 2)) as windows:
+        for turn in range(1, 11):
+            flights = [ask(window) for window in windows[:2]]
+            assert server_of(windows[2]).step() == 2
+            flights[turn % 2].assert_answered()  # the other stays in flight
+            reset(windows)
+            assert {window.generation for window in windows} == {turn}
+
+
+# close().
+
+
+def test_close_may_be_called_twice_and_ops_say_closed() -> None:
+    with harness.windows(PAIR) as (attention, ffn):
+        flight, server = ask(attention), server_of(ffn)
+        item = torch.ops.afd.arrive(server.port, ffn.id)
+        for _ in range(2):
+            attention.close()
+            ffn.close()
+        ops: list[tuple[Window, Callable[[], Any]]] = [
+            (attention, flight.combine),
+            (attention, lambda: ask(attention)),
+            (ffn, lambda: torch.ops.afd.arrive(server.port, ffn.id)),
+            (ffn, lambda: torch.ops.afd.receive(item, server.port, ffn.id, 64)),
+            (ffn, lambda: torch.ops.afd.reply(torch.zeros(64, 16), item, server.port, ffn.id)),
+        ]
+        for window, op in ops:
+            with within(0.0, AT_ONCE), raises(window, afd_ops.ClosedError, f"window {window.id} is closed"):
+                op()
+
+
+def test_close_ends_a_wait_in_another_thread() -> None:
+    with harness.windows(PAIR) as (attention, _):
+        flight = ask(attention)
+        threading.Timer(0.1, attention.close).start()
+        with within(0.1, 0.1 + SLACK), raises(attention, afd_ops.AbortedError, "is being reset or closed"):
+            flight.combine()
+
+
+def test_a_server_whose_own_window_is_closed_ends_with_a_typed_error() -> None:
+    with harness.windows(PAIR) as (_, ffn):
+        threading.Timer(0.1, ffn.close).start()
+        (outcome,) = together(server_of(ffn).run)
+        assert isinstance(outcome, (afd_ops.AbortedError, afd_ops.ClosedError)), repr(outcome)
+
+
+def test_an_op_of_the_other_role_is_refused() -> None:
+    with harness.windows(PAIR) as (attention, ffn):
+        flight, item = ask(attention), torch.zeros(3, 8, dtype=torch.int32)
+        wrong: list[tuple[Window, str, Callable[[], Any]]] = [
+            (attention, "rank 0 (attention 0)", lambda: torch.ops.afd.arrive(attention.port(), attention.id)),
+            (attention, "rank 0 (attention 0)", lambda: torch.ops.afd.receive(item, attention.port(), attention.id, 0)),
+            (
+                attention,
+                "rank 0 (attention 0)",
+                lambda: torch.ops.afd.reply(torch.zeros(0, 16), item, attention.port(), attention.id),
+            ),
+            (ffn, "rank 1 (ffn 0)", lambda: torch.ops.afd.dispatch(*flight.step[:3], ffn.port(0), ffn.id)),
+            (ffn, "rank 1 (ffn 0)", lambda: torch.ops.afd.combine(flight.ticket, flight.step[3], ffn.port(0), ffn.id)),
+        ]
+        for window, who, op in wrong:
+            with raises(window, afd_ops.ArgumentError, f"window {window.id} belongs to {who}, but this op is for"):
+                op()
+        with pytest.raises(ValueError, match=re.escape("rank 1 (ffn 0), expected an attention rank")):
+            RemoteExperts(0).attach(ffn)
+        with pytest.raises(ValueError, match=re.escape("rank 0 (attention 0), expected an ffn rank")):
+            server_of(attention)
+        assert server_of(ffn).step() == 1
+        flight.assert_answered()
+
+
+@pytest.mark.parametrize("unknown", [-1, 0, 2**16 - 1, 2**16, 2**40])
+def test_a_window_that_never_existed_is_named(unknown: int) -> None:
+    with harness.windows(PAIR) as (attention, _), raises(attention, afd_ops.ClosedError, f"window {unknown} does not"):
+        torch.ops.afd.arrive(attention.port(), unknown)
+
+
+# What a peer writes is checked word by word before it is used.
+
+HEADER = dict(magic=0, version=4, generation=8, layer=12, num_tokens=16, flags=20, sequence=24, routed=32, counts=40)
+
+
+def poke(window: Window, slot: int, word: str, value: int, index: int = 0) -> int:
+    """Overwrites a word of a slot, as a peer could; returns what was there."""
+    layout = window.geometry.layout
+    at = _C.addresses(window.id)["window"] + layout["slots"] + slot * layout["slot_bytes"]
+    at += (HEADER[word] if word in HEADER else layout[word]) + 4 * index
+    cell = (ctypes.c_int64 if word == "sequence" else ctypes.c_int32).from_address(at)
+    before, cell.value = cell.value, value
+    return before
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("magic", 1), ("version", 99), ("generation", -1), ("sequence", 2**33 + 1), ("layer", 4), ("num_tokens", 3)],
+)
+def test_a_reply_with_a_wrong_word_is_a_protocol_error(word: str, value: int) -> None:
+    with harness.windows(Topology(1, 2, 2)) as (attention, *ffn):
+        flight = ask(attention, layer=3)
+        assert [server_of(window).step() for window in ffn] == [1, 1]
+        before = poke(attention, 1 * attention.geometry.depth, word, value)  # region 1, ring 0
+        text = f"rank 2 (ffn 1) broke the protocol: {word} is {value}, expected {before}"
+        with raises(attention, afd_ops.ProtocolError, text) as caught:
+            flight.combine()
+        assert (caught.value.op, caught.value.peer, caught.value.layer) == ("combine", 1, 3)
+        with raises(attention, afd_ops.ProtocolError, text):
+            ask(attention)
+        assert [poisoned(window) for window in ffn] == [[True], [True]]
+
+
+@pytest.mark.parametrize(
+    ("word", "index", "value", "text"),
+    [
+        ("magic", 0, 0, f"magic is 0, expected {_C.HEADER_MAGIC}"),
+        ("version", 0, 2, f"version is 2, expected {_C.WIRE_VERSION}"),
+        ("generation", 0, 1, "generation is 1, expected 0"),
+        ("flags", 0, 1, "flags is 1, expected 0"),
+        ("sequence", 0, 1, "ring is 1, expected 0"),  # belongs in ring 1, and lies in ring 0
+        ("sequence", 0, -2, "sequence is -2"),
+        ("layer", 0, -1, "layer is -1"),
+        ("num_tokens", 0, 9, "num_tokens is 9, expected 8"),
+        ("num_tokens", 0, -1, "num_tokens is -1"),
+        ("routed", 0, 1000, "counts is"),
+        ("counts", 0, 1000, "counts is 1000"),
+        ("counts", 0, -1, "counts is -1"),
+        ("counts", 1, 2**31 - 1, "counts is 2147483647"),
+        ("counts", 2, 1, "counts is 1, expected 0"),  # an expert that this rank does not own
+        ("position", 0, 2, "position is 2"),  # not owned
+        ("position", 0, -2, "position is -2"),
+        ("position", 0, 2**31 - 1, "position is 2147483647"),
+        ("position", 1, 1000, "position is 0"),  # past the rows of that expert
+        ("position", 1, -1, "position is 0"),
+    ],
+)
+def test_a_dispatch_with_a_wrong_word_closes_its_region_only(word: str, index: int, value: int, text: str) -> None:
+    """fault: an index from the wire is used before it is checked, and writes or reads outside the item's rows."""
+    topology = Topology(2, 2, 5, ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2)))  # ffn 0 owns 2 of at most 3
+    with harness.windows(topology, tokens=8) as windows:
+        broken, sound, ffn, other = windows
+        flights = [ask(window, layer=2) for window in (broken, sound)]
+        poke(ffn, 0, word, value, index)
+        for server in (server_of(ffn), server_of(other)):
+            assert server.step() >= 1
+        (error,) = ffn.errors()
+        assert (error["kind"], error["peer"]) == ("Protocol", 0)
+        assert f"rank 0 (attention 0) broke the protocol: {text}" in error["message"]
+        assert _C.regions(ffn.id) == (_C.POISONED, _C.ALIVE)
+        flights[1].assert_answered()
+        with within(0.0, AT_ONCE), raises(broken, afd_ops.PeerFailedError, "rank 2 (ffn 0)"):
+            flights[0].combine()
+        flight = ask(sound)
+        assert [server_of(window).step() for window in (ffn, other)] == [1, 1]
+        flight.assert_answered()
+
+
+# Memory that is gone. In a process of its own, because what fails here takes the process along.
+
+
+def _open_shared() -> list[Window]:
+    windows = construct(PAIR)
+    assert all(isinstance(window, Window) for window in windows), windows
+    return windows
+
+
+def _check_after_close() -> None:
+    for window in _open_shared():
+        window.close()
+        window.errors()
+        window.stats()
+        with suppress(afd_ops.ClosedError):
+            window.check()
+
+
+def _module_after_close() -> None:
+    attention, ffn = _open_shared()
+    module = RemoteExperts(0).attach(attention)
+    attention.close()
+    ffn.close()
+    with pytest.raises(afd_ops.ClosedError):
+        module(*random_step(PAIR, 4))
+    with pytest.raises(afd_ops.ClosedError):
+        server_of(ffn).run()
+
+
+def _poison_after_close() -> None:
+    for window in _open_shared():
+        window.close()
+        with suppress(afd_ops.ClosedError):
+            window.poison()
+
+
+def _reset_after_close() -> None:
+    windows = _open_shared()
+    for window in windows:
+        window.close()
+    outcomes = together(*(window.reset for window in windows))
+    assert [type(outcome) for outcome in outcomes] == [afd_ops.ClosedError] * 2, outcomes
+
+
+def _op_after_collection(heap: Callable[[int], Any]) -> None:
+    windows = construct(PAIR, heap=heap)
+    window, port, step = windows[0].id, windows[0].port(0), random_step(PAIR, 4)
+    memory = [weakref.ref(tensor) for tensor in getattr(windows[0].heap, "segments", [])]
+    del windows, heap
+    gc.collect()
+    with suppress(RuntimeError):  # refused, or served from memory that is still there: both will do
+        torch.ops.afd.dispatch(*step[:3], port, window)
+        assert all(tensor() is not None for tensor in memory), "wrote to memory that was freed"
+
+
+def _shared_op_after_collection() -> None:
+    _op_after_collection(lambda rank: ShmHeap())
+
+
+def _local_op_after_collection() -> None:
+    heaps = dict.fromkeys((0, 1), LocalHeap())  # pop keeps no reference
+    _op_after_collection(heaps.pop)
+
+
+def _peer_after_close() -> None:
+    """The survivor's ops and close() after its peer has given its memory back."""
+    attention, ffn = _open_shared()
+    flight = ask(attention)
+    ffn.close()
+    with raises(attention, afd_ops.PeerLeftError):
+        flight.combine()
+    attention.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _check_after_close,
+        _module_after_close,
+        _poison_after_close,
+        _reset_after_close,
+        _shared_op_after_collection,
+        _local_op_after_collection,
+        _peer_after_close,
+    ],
+    ids=lambda body: body.__name__.strip("_"),
+)
+def test_nothing_touches_memory_that_was_given_back(body: Callable[[], None]) -> None:
+    """faults: a call on a closed window, or an op after its window was garbage collected, touches unmapped memory and
+    ends the process with SIGSEGV."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "afd_ops", "harness", "test_window"])
+    child = context.Process(target=body, daemon=True)
+    child.start()
+    child.join(30)
+    if child.is_alive():
+        child.kill()
+    assert child.exitcode == 0, "-11 is SIGSEGV"
