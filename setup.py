@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -53,23 +54,69 @@ def source_digest() -> str:
     return str(module.source_digest(ROOT / "csrc"))
 
 
+def cuda_home() -> Path | None:
+    """A CUDA toolkit with its headers; an nvcc on the path may be a wrapper that stands alone."""
+    nvcc = shutil.which("nvcc")
+    places = [os.environ.get("CUDA_HOME"), "/usr/local/cuda", nvcc and str(Path(nvcc).resolve().parent.parent)]
+    for place in (Path(p) for p in places if p):
+        if (place / "bin" / "nvcc").exists() and (place / "include" / "cuda_runtime.h").exists():
+            return place
+    return None
+
+
+def cuda_wanted() -> bool:
+    """AFD_CUDA=1 or 0 decides; else the CUDA half is built where this torch and a toolkit can use it."""
+    import torch
+
+    choice = os.environ.get("AFD_CUDA", "auto")
+    if choice == "1" and cuda_home() is None:
+        sys.exit("AFD_CUDA=1, but no CUDA toolkit (bin/nvcc and include/cuda_runtime.h) was found; set CUDA_HOME")
+    return choice == "1" or (choice == "auto" and torch.version.cuda is not None and cuda_home() is not None)
+
+
 def build() -> None:
+    from torch.utils import cpp_extension
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cpp"))
+    def sources(*patterns: str) -> list[str]:
+        return sorted(str(p.relative_to(ROOT)) for pattern in patterns for p in (ROOT / "csrc").glob(pattern))
+
+    headers = sources("*.h", "cpu/*.h", "cuda/*.h", "cuda/*.cuh")
     flags = ["-O3", "-std=c++20", "-fvisibility=hidden", "-Wall", TORCH_TARGET, PYTHON_TARGET]
     flags += os.environ.get("AFD_CXXFLAGS", "").split()
     flags.append(f'-DAFD_SOURCE_DIGEST="{source_digest()}"')
-    setup(
-        ext_modules=[
+    extensions = [
+        CppExtension(
+            "afd_ops._C",
+            sources("*.cpp", "cpu/*.cpp"),
+            depends=headers,
+            extra_compile_args={"cxx": flags},
+            py_limited_api=True,
+        )
+    ]
+    if cuda_wanted():
+        home = cuda_home()
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")  # there may be no GPU to ask
+        os.environ["CUDA_HOME"] = cpp_extension.CUDA_HOME = str(home)
+        extensions.append(
+            # CppExtension, not CUDAExtension: that one links CUDA parts of torch, which a CPU build has not.
             CppExtension(
-                "afd_ops._C",
-                sources,
-                depends=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")),
-                extra_compile_args={"cxx": flags},
+                "afd_ops._C_cuda",
+                ["csrc/control.cpp", *sources("cuda/*.cpp", "cuda/*.cu")],
+                depends=headers,
+                include_dirs=[f"{home}/include"],
+                library_dirs=[f"{home}/lib64"],
+                libraries=["cudart"],
+                extra_link_args=["-Wl,--no-as-needed", "-ltorch"],  # libtorch brings libtorch_cuda at run time
+                extra_compile_args={
+                    "cxx": [*flags, "-DUSE_CUDA"],
+                    "nvcc": ["-O3", "-std=c++20", "-lineinfo", TORCH_TARGET, "-DUSE_CUDA"],
+                },
                 py_limited_api=True,
             )
-        ],
+        )
+    setup(
+        ext_modules=extensions,
         cmdclass={"build_ext": BuildExtension},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 from pathlib import Path
+from types import ModuleType
 
 BUILD = "pip install -e . --no-build-isolation"
 
@@ -27,12 +28,18 @@ def load() -> None:
     Raises:
         ImportError: the extension is missing, or older than the checkout's csrc/; the text says what to run.
     """
-    import torch  # noqa: F401  (the extension links against libtorch, which this loads)
+    import torch  # loads libtorch, against which the extension is linked
 
     try:
         extension = importlib.import_module("afd_ops._C")
     except ImportError as error:
         raise ImportError(f"the extension of afd_ops does not load ({error}); build it with: {BUILD}") from error
+    _refuse_if_stale(extension)
+    if torch.version.cuda and (Path(__file__).parent / "_C_cuda.abi3.so").exists():
+        _refuse_if_stale(importlib.import_module("afd_ops._C_cuda"))
+
+
+def _refuse_if_stale(extension: ModuleType) -> None:
     csrc = Path(__file__).parent.parent / "csrc"
     if csrc.is_dir() and source_digest(csrc) != extension.SOURCE_DIGEST:
         raise ImportError(

@@ -47,14 +47,23 @@ class ExpertServer:
             RuntimeError: as the ops and `experts` raise it; `run` handles that.
         """
         item = torch.ops.afd.arrive(self.port, self.window.id)
-        entry = item[0].tolist()
-        count, layer, rows = entry[_C.ITEM_COUNT], entry[_C.ITEM_LAYER], entry[_C.ITEM_ROWS]
+        count, layer, rows = self._read(item)
         if count == 0:
             return 0
         x, scales, offsets = torch.ops.afd.receive(item, self.port, self.window.id, rows)
         out = self.experts(x, scales, offsets, layer) if rows else x
         torch.ops.afd.reply(out, item, self.port, self.window.id)
         return int(count)
+
+    def _read(self, item: Tensor) -> tuple[int, int, int]:
+        if item.device.type == "cpu":
+            entry = item[0].tolist()
+            return entry[_C.ITEM_COUNT], entry[_C.ITEM_LAYER], entry[_C.ITEM_ROWS]
+        while True:  # arrive always posts, an empty item too; what ran before it on the stream may take its time
+            mail = self.window.next_item(timeout=1.0)
+            if mail is not None:
+                return mail
+            self.window.check()
 
     def run(self) -> None:
         """Serves until every attention rank has left, or `stop()` or `drain()`.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -76,6 +77,7 @@ class Window:
         self.closed = True  # until it is open: a constructor that fails leaves nothing to close
         self._segment: Segment | None = None
         self._watch: ProcessWatch | None = None
+        self._device_half: Any = None
         self._process = os.getpid()
         self.id = 0
         # A rank with an impossible argument still says so to the others, which would otherwise wait for it.
@@ -169,9 +171,13 @@ class Window:
             [self._segment.peer(handle) for _, handle in peers.values()],
             [word for place in self.topology.expert_map for word in place],
         )
+        if self.heap.device.type == "cuda":
+            half = importlib.import_module("afd_ops._C_cuda")
+            half.adopt(self.id, _C.addresses(self.id)["control"], self.heap.device.index)
+            self._device_half = half
         # Across hosts there would be no process to open; no heap reaches that far yet.
         self._watch = ProcessWatch(
-            {p: process for p, (process, _) in peers.items()}, lambda p: _C.peer_gone(self.id, p)
+            {p: process for p, (process, _) in peers.items()}, lambda p: (self._device_half or _C).peer_gone(self.id, p)
         )
         return ""
 
@@ -228,17 +234,27 @@ class Window:
         """
         if self.closed:
             raise ClosedError(f"window {self.id} is closed")
-        generation, in_flight = self.generation, _C.in_flight(self.id)
+        # A device's rings are looked at only when something has gone wrong: a copy per step would be a synchronisation.
+        generation, in_flight = self.generation, 0 if self._device_half else _C.in_flight(self.id)
         try:
             yield
         except BaseException as error:
             # What a reset has dropped meanwhile needs no poison, and what was in flight before is not this step's.
-            if not self.closed and self.generation == generation and _C.in_flight(self.id) > in_flight:
+            if not self.closed and self.generation == generation and self._in_flight() > in_flight:
                 self.poison()
             if isinstance(error, Exception):
                 self.raise_typed(error)
             raise
         self.check()
+
+    def _in_flight(self) -> int:
+        if self._device_half:
+            self._device_half.fetch_stats(self.id)
+        return _C.in_flight(self.id)
+
+    def next_item(self, timeout: float) -> tuple[int, int, int] | None:
+        """FFN ranks on a GPU: (slots, layer, rows) of the next item from the mailbox; None if it does not come."""
+        return self._device_half.next_item(self.id, int(timeout * 1e9))  # type: ignore[no-any-return]
 
     def raise_typed(self, error: Exception) -> None:
         """Raises `error`, in its typed form if an op of this window raised it."""
@@ -258,6 +274,8 @@ class Window:
             )
         self.topology.world_rank("ffn", ffn_rank)  # validates
         _C.mask(self.id, ffn_rank)
+        if self._device_half:
+            self._device_half.mask(self.id, ffn_rank)
 
     def affected(self, ticket: torch.Tensor) -> torch.Tensor:
         """Which tokens of a ticket have an expert on a masked FFN rank: bool [T]."""
@@ -271,10 +289,12 @@ class Window:
     def poison(self) -> None:
         """This rank gives up: its window stops and its peers are told. Ends with `reset()` or `close()`."""
         if self._stopped() is None:
-            _C.poison(self.id)
+            (self._device_half or _C).poison(self.id)
 
     def stats(self) -> dict[str, Any]:
         """Counters since construction: dispatches, combines, items, replies, rows, tokens, and bytes_sent per peer."""
+        if self._device_half:
+            self._device_half.fetch_stats(self.id)
         return _C.stats(self.id)
 
     # The end.
@@ -293,17 +313,23 @@ class Window:
         _C.set_abort(self.id)
         if not _C.drain(self.id, int(self.bootstrap.timeout * 1e9)):
             raise AbortedError(f"an op of this rank did not end within {self.bootstrap.timeout} s; reset() gave up")
+        if self._device_half:
+            self._device_half.synchronize(self.id)
         self.bootstrap.barrier()  # a store of before must not land in zeroed memory
         _C.rewind(self.id)
+        if self._device_half:
+            self._device_half.rewind(self.id)
         self.bootstrap.barrier()
         _C.resume(self.id)
+        if self._device_half:
+            self._device_half.resume(self.id)
 
     def close(self) -> None:
         """Tells the peers that this rank is done and gives the memory back. Not collective; may be called twice."""
         if not self.closed:
             self.closed = True
             if os.getpid() == self._process:  # a fork's copy may go without a word
-                _C.leave(self.id)
+                (self._device_half or _C).leave(self.id)
             self._release()
 
     def _release(self) -> None:
@@ -314,6 +340,8 @@ class Window:
             _C.set_closed(self.id)
             _C.set_abort(self.id)
             drained = _C.drain(self.id, 5_000_000_000)
+        if self._device_half:
+            self._device_half.synchronize(self.id)
         if self._segment is not None and drained:  # a thread still inside an op keeps its memory
             self._segment.close()
             self._segment = None
@@ -336,20 +364,26 @@ class Window:
         raise TypeError("a Window belongs to its process and cannot be pickled")
 
 
-def open_local(topology: Topology, *, heap: Heap | None = None, timeout: float = 60.0, **sizes: Any) -> list[Window]:
+def open_local(
+    topology: Topology, *, devices: str | Sequence[str] = "cpu", timeout: float = 60.0, **sizes: Any
+) -> list[Window]:
     """The windows of all ranks of a topology inside this process, by world rank, on the local heap.
 
     Args:
+        devices: one for all ranks, or one per world rank ("cuda:0", "cuda:1", ...).
         sizes: as for `Window`.
     """
-    store, heap = HashStore(), heap or LocalHeap()
+    by_rank = [devices] * topology.world_size if isinstance(devices, str) else list(devices)
+    if len(by_rank) != topology.world_size:
+        raise ValueError(f"devices has {len(by_rank)} entries, expected {topology.world_size}, one per rank")
+    store, memory = HashStore(), list[torch.Tensor]()
     windows: list[Window | None] = [None] * topology.world_size
     failures: list[BaseException] = []
 
     def build(rank: int) -> None:
         try:
             bootstrap = Bootstrap(store, rank, topology.world_size, timeout=timeout)
-            windows[rank] = Window(topology, bootstrap, heap=heap, **sizes)
+            windows[rank] = Window(topology, bootstrap, heap=LocalHeap(by_rank[rank], memory), **sizes)
         except BaseException as error:
             failures.append(error)
 

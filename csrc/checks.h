@@ -83,6 +83,15 @@ inline void check_topk_ids(Op op, const Tensor& ids, int64_t tokens, int64_t top
     raise(Kind::Argument, op, "topk_ids is ", type_name(ids.scalar_type()), ", expected int32 or int64");
 }
 
+inline void check_plan(Op op, const Tensor& expert_map, int64_t ffn_size, int64_t local_experts) {
+  if (ffn_size < 1) raise(Kind::Argument, op, "ffn_size is ", ffn_size, ", expected at least 1");
+  if (local_experts < 0) raise(Kind::Argument, op, "local_experts is ", local_experts, ", expected at least 0");
+  check_dim(op, "expert_map", expert_map, 2);
+  check_size(op, "expert_map", expert_map, 1, 2);
+  check_type(op, "expert_map", expert_map, ScalarType::Int);
+  check_contiguous(op, "expert_map", expert_map);
+}
+
 inline void check_port(Op op, const Tensor& port) {
   check_dim(op, "port", port, 1);
   check_size(op, "port", port, 0, kPortWords);

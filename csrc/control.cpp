@@ -66,6 +66,8 @@ int64_t publish(Control* control) {
   return id;
 }
 
+void publish_as(int64_t window, Control* control) { g_windows[window].store(control, std::memory_order_release); }
+
 Control* find(int64_t window) {
   return window > 0 && window < kMaxWindows ? g_windows[window].load(std::memory_order_acquire) : nullptr;
 }

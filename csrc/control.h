@@ -41,6 +41,7 @@ struct Control {
   int32_t peers;       // ranks of the opposite role = regions of this window
   int32_t generation;  // bumped by reset()
   int32_t owner;       // process id
+  int32_t on_device;   // the window lies in device memory: host code must not touch it
   int32_t closed;
   int32_t abort;   // set while reset() or close() drains: every wait ends
   int32_t failed;  // 0, or 1 + index into `records` of the error that stopped this window
@@ -64,12 +65,13 @@ struct Control {
   ErrorRecord* records;  // [peers + 1]
   int64_t* bytes_sent;   // [peers]
   int64_t counters[kCounters];
+  int64_t arena_bytes;  // of the one allocation that begins with this Control and holds all its arrays
 
-  int64_t slots() const { return peers * layout.slots_per_region; }
-  int64_t slot(int64_t region, int64_t stage, int64_t ring) const {
+  AFD_HD int64_t slots() const { return peers * layout.slots_per_region; }
+  AFD_HD int64_t slot(int64_t region, int64_t stage, int64_t ring) const {
     return (region * geometry.stages + stage) * geometry.depth + ring;
   }
-  int32_t local_experts() const { return role == kFfn ? experts_per_rank[role_rank] : 0; }
+  AFD_HD int32_t local_experts() const { return role == kFfn ? experts_per_rank[role_rank] : 0; }
 };
 
 inline int32_t& word(char* window, int64_t offset, int64_t index) {
@@ -123,7 +125,8 @@ int64_t now_ns();
 
 // The windows of this process by id. Ids start at 1, are never reused, and outlive close().
 int64_t publish(Control* control);
-Control* find(int64_t window);  // nullptr if there never was one
+void publish_as(int64_t window, Control* control);  // in the CUDA half, under the id it has in the other
+Control* find(int64_t window);                      // nullptr if there never was one
 
 // Error records. `where` says at which point of the protocol; the caller adds kind and peer (role rank, -1: itself).
 inline ErrorRecord where(Op op, int32_t layer, int32_t stage, int64_t ring, int64_t sequence) {

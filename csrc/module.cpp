@@ -2,6 +2,7 @@
 // Nothing here is on a model's path; that is what the ops are for. Limited API, so one build serves every Python.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -114,13 +115,41 @@ PyObject* py_ticket_width(PyObject*, PyObject* args) {
   return PyLong_FromLongLong(ticket_width(ffn_size));
 }
 
-// Zeroed and never freed: see control.h.
-template <typename T>
-T* forever(int64_t n) {
-  void* p = std::aligned_alloc(64, (n * sizeof(T) + 64) / 64 * 64);
-  if (p == nullptr) throw std::bad_alloc();
-  std::memset(p, 0, n * sizeof(T));
-  return static_cast<T*>(p);
+// One zeroed allocation for a Control and its arrays, never freed (see control.h), in whole pages so that the CUDA half
+// can map it. Built twice: first without memory, to learn its size.
+class Arena {
+ public:
+  explicit Arena(char* base) : base_(base) {}
+  template <typename T>
+  T* take(int64_t n) {
+    char* at = base_ + used_;
+    used_ += (n * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return base_ == nullptr ? nullptr : reinterpret_cast<T*>(at);
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+int64_t place_arrays(Control& c, char* base) {
+  const Geometry& g = c.geometry;
+  Arena arena(base);
+  arena.take<Control>(1);
+  c.peer = arena.take<char*>(c.peers);
+  c.expert_map = arena.take<int32_t>(2 * g.num_experts);
+  c.experts_per_rank = arena.take<int32_t>(g.ffn_size);
+  c.next = arena.take<int64_t>(g.stages);
+  c.ring = arena.take<int64_t>(g.stages * g.depth);
+  c.taken = arena.take<Taken>(c.slots());
+  c.counts = arena.take<int32_t>(c.slots() * g.local_experts);
+  c.first = arena.take<int32_t>(c.slots() * g.local_experts);
+  c.region = arena.take<int32_t>(c.peers);
+  c.masked = arena.take<int32_t>(c.peers);
+  c.records = arena.take<ErrorRecord>(c.peers + 1);
+  c.bytes_sent = arena.take<int64_t>(c.peers);
+  return arena.used();
 }
 
 // What a new window and a reset one have in common.
@@ -151,40 +180,35 @@ PyObject* open(PyObject*, PyObject* args) {
     PyErr_SetString(PyExc_ValueError, "peer addresses or expert map have the wrong length");
     return nullptr;
   }
+  Control blank{};
+  blank.geometry = g;
+  blank.layout = layout_of(g);
+  blank.role = role;
+  blank.role_rank = role_rank;
+  blank.owner = getpid();
+  blank.peers = static_cast<int32_t>(peer.size());
+  blank.deadline_ns = deadline_ns;
+  blank.poll_ns = poll_ns;
+  blank.rows = rows;
+  blank.window = reinterpret_cast<char*>(address);
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  blank.arena_bytes = (place_arrays(blank, nullptr) + page - 1) / page * page;
+  void* memory = mmap(nullptr, blank.arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return PyErr_NoMemory();
+  auto* c = static_cast<Control*>(memory);
+  *c = blank;
+  place_arrays(*c, static_cast<char*>(memory));
+  for (int32_t p = 0; p < c->peers; ++p) c->peer[p] = reinterpret_cast<char*>(peer[p]);
+  for (int64_t e = 0; e < g.num_experts; ++e) {
+    c->expert_map[2 * e] = static_cast<int32_t>(experts[2 * e]);
+    c->expert_map[2 * e + 1] = static_cast<int32_t>(experts[2 * e + 1]);
+    ++c->experts_per_rank[experts[2 * e]];
+  }
+  clear_state(*c);
   try {
-    auto* c = forever<Control>(1);
-    c->geometry = g;
-    c->layout = layout_of(g);
-    c->role = role;
-    c->role_rank = role_rank;
-    c->owner = getpid();
-    c->peers = static_cast<int32_t>(peer.size());
-    c->deadline_ns = deadline_ns;
-    c->poll_ns = poll_ns;
-    c->rows = rows;
-    c->window = reinterpret_cast<char*>(address);
-    c->peer = forever<char*>(c->peers);
-    for (int32_t p = 0; p < c->peers; ++p) c->peer[p] = reinterpret_cast<char*>(peer[p]);
-    c->expert_map = forever<int32_t>(2 * g.num_experts);
-    c->experts_per_rank = forever<int32_t>(g.ffn_size);
-    for (int64_t e = 0; e < g.num_experts; ++e) {
-      c->expert_map[2 * e] = static_cast<int32_t>(experts[2 * e]);
-      c->expert_map[2 * e + 1] = static_cast<int32_t>(experts[2 * e + 1]);
-      ++c->experts_per_rank[experts[2 * e]];
-    }
-    c->next = forever<int64_t>(g.stages);
-    c->ring = forever<int64_t>(g.stages * g.depth);
-    c->taken = forever<Taken>(c->slots());
-    c->counts = forever<int32_t>(c->slots() * g.local_experts);
-    c->first = forever<int32_t>(c->slots() * g.local_experts);
-    c->region = forever<int32_t>(c->peers);
-    c->masked = forever<int32_t>(c->peers);
-    c->records = forever<ErrorRecord>(c->peers + 1);
-    c->bytes_sent = forever<int64_t>(c->peers);
-    clear_state(*c);
     return PyLong_FromLongLong(publish(c));
   } catch (const std::exception& e) {
-    PyErr_SetString(PyExc_MemoryError, e.what());
+    PyErr_SetString(PyExc_RuntimeError, e.what());
     return nullptr;
   }
 }
@@ -240,8 +264,10 @@ PyObject* rewind(PyObject*, PyObject* args) {
   const Inside inside(args);
   Control* c = inside.control();
   if (c == nullptr) return nullptr;
-  std::memset(c->window, 0, c->layout.slots);
-  for (int64_t i = 0; i < c->slots(); ++i) std::memset(Slot(c->window, c->layout, i).header, 0, c->layout.position);
+  if (c->on_device == 0) {
+    std::memset(c->window, 0, c->layout.slots);
+    for (int64_t i = 0; i < c->slots(); ++i) std::memset(Slot(c->window, c->layout, i).header, 0, c->layout.position);
+  }
   clear_state(*c);
   Py_RETURN_NONE;
 }
@@ -272,7 +298,8 @@ PyObject* check(PyObject*, PyObject* args) {
   const Inside inside(args);
   Control* c = inside.control();
   if (c == nullptr) return nullptr;
-  for (int32_t p = 0; c->role == kAttention && p < c->peers && atomic(c->failed).load() == 0; ++p) {
+  for (int32_t p = 0; c->role == kAttention && c->on_device == 0 && p < c->peers && atomic(c->failed).load() == 0;
+       ++p) {
     const int32_t sticky = atomic(word(c->window, c->layout.sticky, p)).load(std::memory_order_acquire);
     if (sticky >= kPoisoned && atomic(c->masked[p]).load() == 0)
       fail(*c, ended(where(Op::host, -1, -1, -1, -1), p, sticky));
@@ -383,6 +410,7 @@ PyObject* addresses(PyObject*, PyObject* args) {
   const auto at = [out](const char* key, const void* p) {
     put(out, key, static_cast<int64_t>(reinterpret_cast<uintptr_t>(p)));
   };
+  at("control", c);
   at("window", c->window);
   at("next", c->next);
   at("ring", c->ring);

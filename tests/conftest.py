@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+import harness
 import pytest
 import torch
 
@@ -20,6 +21,13 @@ def watchdog() -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every device in turn; harness makes windows and steps there."""
+    monkeypatch.setattr(harness, "DEVICE", request.param)
+    return str(request.param)
+
+
 @pytest.fixture
 def seed() -> int:
     """AFD_SEED, or a fresh one; printed, so that a failure can be repeated."""
@@ -27,6 +35,13 @@ def seed() -> int:
     print(f"AFD_SEED={value}")
     torch.manual_seed(value)
     return value
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = None if torch.cuda.is_available() else "needs a CUDA device; torch.cuda.is_available() is False"
+    for item in items:
+        if reason and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,8 +10,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch import Tensor
 import afd_ops
 from afd_ops import _C
 from afd_ops.reference import round_trip
+
+# Where windows lie and steps are made: set by the `device` fixture for tests that run on every device.
+DEVICE = "cpu"
 
 # Small integers: every product and sum below is exact in float32, bfloat16 and float16, in any order.
 SIZES: dict[str, Any] = dict(hidden=16, topk=2, tokens=16, dtype=torch.float32, deadline=20.0, poll_interval=0.002)
@@ -53,29 +56,67 @@ def random_step(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`count` tokens: x, topk_ids (some -1, some twice in a row), topk_weights, base: small integers."""
     return (
-        torch.randint(-3, 4, (count, hidden)).to(dtype),
-        torch.randint(-1, topology.num_experts, (count, topk)),
-        torch.randint(0, 3, (count, topk)).float(),
-        torch.randint(-3, 4, (count, hidden)).to(dtype),
+        torch.randint(-3, 4, (count, hidden)).to(DEVICE, dtype),
+        torch.randint(-1, topology.num_experts, (count, topk)).to(DEVICE),
+        torch.randint(0, 3, (count, topk)).to(DEVICE, torch.float32),
+        torch.randint(-3, 4, (count, hidden)).to(DEVICE, dtype),
     )
 
 
 def expected(topology: afd_ops.Topology, x: Tensor, ids: Tensor, weights: Tensor, base: Tensor) -> Tensor:
-    return round_trip(x, ids, weights, base, topology, expert)
+    return round_trip(x.cpu(), ids.cpu(), weights.cpu(), base.cpu(), topology, expert).to(base.device)
+
+
+def remote(window: afd_ops.Window, layer: int = 0, stage: int = 0) -> afd_ops.RemoteExperts:
+    return afd_ops.RemoteExperts(layer, stage).to(window.heap.device).attach(window)
+
+
+def synchronize() -> None:
+    """What was dispatched has arrived."""
+    for index in range(torch.cuda.device_count() if DEVICE != "cpu" else 0):
+        torch.cuda.synchronize(index)
+
+
+def devices(topology: afd_ops.Topology) -> str | list[str]:
+    """On GPUs the FFN ranks have the second one, if there is one."""
+    if DEVICE == "cpu":
+        return DEVICE
+    ffn = "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
+    return [DEVICE] * topology.attention_size + [ffn] * topology.ffn_size
 
 
 def fill_with_nan(window: afd_ops.Window) -> None:
     """Every field of every slot but the header: what is read without having been written shows."""
     layout, address = window.geometry.layout, _C.addresses(window.id)["window"]
+    if window.heap.device.type == "cuda":
+        size = window.geometry.window_bytes(len(window.topology.peers(window.bootstrap.rank))) - layout["slots"]
+        slots = device_bytes(window.heap.device, address + layout["slots"], size).view(-1, layout["slot_bytes"])
+        slots[:, layout["position"] :] = 0xFF
+        torch.cuda.synchronize(window.heap.device)
+        return
     for slot in range(_C.facts(window.id)["slots"]):
         start = address + layout["slots"] + slot * layout["slot_bytes"] + layout["position"]
         ctypes.memset(start, 0xFF, layout["slot_bytes"] - layout["position"])
 
 
+def device_bytes(device: torch.device, address: int, nbytes: int) -> Tensor:
+    """Device memory as uint8, by the array interface."""
+
+    class Memory:
+        __cuda_array_interface__: ClassVar[dict[str, Any]] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+    return torch.as_tensor(Memory(), device=device)
+
+
 @contextmanager
 def windows(topology: afd_ops.Topology, **sizes: Any) -> Iterator[list[afd_ops.Window]]:
     """The windows of all ranks in this process, NaN-filled, closed at the end."""
-    opened = afd_ops.open_local(topology, **{**SIZES, **sizes})
+    opened = afd_ops.open_local(topology, devices=devices(topology), **{**SIZES, **sizes})
     for window in opened:
         fill_with_nan(window)
     try:
@@ -99,8 +140,11 @@ def serving(
         failures: list[BaseException] = []
 
         def serve(server: afd_ops.ExpertServer) -> None:
+            device = server.window.heap.device
+            stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
             try:
-                server.run()
+                with stream:
+                    server.run()
             except (afd_ops.ClosedError, afd_ops.AbortedError):
                 pass
             except BaseException as error:
@@ -129,7 +173,10 @@ def _child(
     sizes: dict[str, Any],
     results: Any,
     timeout: float,
+    device: str,
 ) -> None:
+    global DEVICE
+    DEVICE = device if device == "cpu" else f"cuda:{rank * torch.cuda.device_count() // topology.world_size}"
     faulthandler.dump_traceback_later(timeout + 10, exit=True, file=sys.__stderr__)
     torch.set_num_threads(1)
     try:
@@ -152,7 +199,9 @@ def run_processes(
     results = context.SimpleQueue()
     address = f"127.0.0.1:{free_port()}"
     children = [
-        context.Process(target=_child, args=(body, rank, address, topology, args, sizes, results, timeout), daemon=True)
+        context.Process(
+            target=_child, args=(body, rank, address, topology, args, sizes, results, timeout, DEVICE), daemon=True
+        )
         for rank in range(topology.world_size)
     ]
     for child in children:
@@ -188,6 +237,25 @@ def free_port() -> int:
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+@contextmanager
+def process_window(
+    topology: afd_ops.Topology, bootstrap: afd_ops.Bootstrap, sizes: dict[str, Any]
+) -> Iterator[afd_ops.Window]:
+    """This process's window, NaN-filled: over shared memory, or over NVSHMEM on DEVICE."""
+    heap = None
+    if DEVICE != "cpu":
+        from afd_ops.heap.nvshmem import NvshmemHeap
+
+        torch.cuda.set_device(DEVICE)
+        heap = NvshmemHeap(bootstrap, DEVICE)
+    with afd_ops.Window(topology, bootstrap, heap=heap, **sizes) as window:
+        fill_with_nan(window)
+        bootstrap.barrier()
+        yield window
+    if heap is not None:
+        heap.finalize()
 
 
 def serve(topology: afd_ops.Topology, window: afd_ops.Window) -> dict[str, Any]:

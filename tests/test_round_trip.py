@@ -12,6 +12,8 @@ from harness import expected, random_step
 
 import afd_ops
 
+pytestmark = pytest.mark.usefixtures("device")
+
 SHAPES = [(1, 1, 4), (1, 3, 7), (3, 1, 5), (3, 2, 5), (2, 2, 1), (2, 3, 2)]  # attention, ffn, experts
 
 
@@ -28,7 +30,7 @@ def test_every_row_equals_the_oracle(
                 count = max(0, tokens - layer)  # differs per rank
                 step = random_step(topology, count, topk=topk, dtype=dtype)
                 x, ids, weights, base = step
-                out = afd_ops.RemoteExperts(layer).attach(window)(x, ids, weights, base)
+                out = harness.remote(window, layer)(x, ids, weights, base)
                 assert out.dtype == dtype
                 assert torch.equal(out, expected(topology, *step)), (tokens, layer)
 
@@ -42,7 +44,7 @@ def test_lanes_and_rings_in_any_order(stages: int, depth: int, seed: int) -> Non
             flights = []
             for window, stage, _ in itertools.product(windows, range(stages), range(depth)):
                 step = random_step(topology, 1 + turn)
-                module = afd_ops.RemoteExperts(turn, stage).attach(window)
+                module = harness.remote(window, turn, stage)
                 flights.append((module, module.dispatch(*step[:3]), step))
             for module, ticket, step in reversed(flights):
                 assert torch.equal(module.combine(ticket, step[3]), expected(topology, *step))
@@ -52,7 +54,7 @@ def test_base_may_have_another_dtype(seed: int) -> None:
     topology = afd_ops.Topology(1, 2, 4)
     with harness.serving(topology, dtype=torch.bfloat16) as (window,):
         x, ids, weights, base = random_step(topology, 9, dtype=torch.bfloat16)
-        module = afd_ops.RemoteExperts(0).attach(window)
+        module = harness.remote(window, 0)
         out = module.combine(module.dispatch(x, ids, weights), base.float())
         assert out.dtype == torch.float32
         assert torch.equal(out, expected(topology, x, ids, weights, base.float()))
@@ -62,7 +64,7 @@ def test_no_base_means_zeros(seed: int) -> None:
     topology = afd_ops.Topology(1, 1, 4)
     with harness.serving(topology) as (window,):
         x, ids, weights, base = random_step(topology, 9)
-        out = afd_ops.RemoteExperts(0).attach(window)(x, ids, weights)
+        out = harness.remote(window, 0)(x, ids, weights)
         assert torch.equal(out, expected(topology, x, ids, weights, torch.zeros_like(base)))
 
 
@@ -77,12 +79,12 @@ def test_lopsided_routing(case: str, seed: int) -> None:
             if case == "one expert":
                 ids[:] = 3
             elif case == "one ffn rank":
-                ids = torch.randint(0, 2, ids.shape)
+                ids = torch.randint(0, 2, ids.shape, device=ids.device)
             elif case == "nobody":
                 ids[:] = -1
             elif case == "duplicates":
                 ids = ids[:, :1].expand(-1, 2)
-            out = afd_ops.RemoteExperts(0).attach(window)(x, ids, weights, base)
+            out = harness.remote(window, 0)(x, ids, weights, base)
             assert torch.equal(out, expected(topology, x, ids, weights, base))
 
 
@@ -93,7 +95,7 @@ def test_padding_rows_may_hold_anything(seed: int) -> None:
         x, ids, weights, base = random_step(topology, 8)
         ids[3:] = -1
         x[3:], weights[3:] = float("nan"), float("nan")
-        out = afd_ops.RemoteExperts(0).attach(window)(x, ids, weights, base)
+        out = harness.remote(window, 0)(x, ids, weights, base)
         assert torch.equal(out[3:], base[3:])
         assert torch.equal(out[:3], expected(topology, x[:3], ids[:3], weights[:3], base[:3]))
 
@@ -106,7 +108,7 @@ def test_strided_arguments_are_read_where_they_lie(width: torch.dtype, seed: int
         x, ids, weights, base = random_step(topology, 8)
         wide = torch.cat([torch.full_like(x, 9.0), x, torch.full_like(x, 9.0)], dim=1)[:, 16:32]
         assert not wide.is_contiguous()
-        module = afd_ops.RemoteExperts(0).attach(window)
+        module = harness.remote(window, 0)
         strided_base = torch.stack([base, torch.full_like(base, 9.0)], dim=1)[:, 0]
         out = module(wide, ids.to(width).t().contiguous().t(), weights.t().contiguous().t(), strided_base)
         assert torch.equal(out, expected(topology, x, ids, weights, base))
@@ -116,14 +118,16 @@ def test_a_custom_expert_map_is_followed(seed: int) -> None:
     topology = afd_ops.Topology(1, 2, 4, expert_map=((1, 1), (0, 0), (1, 0), (1, 2)))
     with harness.serving(topology) as (window,):
         step = random_step(topology, 16)
-        assert torch.equal(afd_ops.RemoteExperts(0).attach(window)(*step), expected(topology, *step))
+        assert torch.equal(harness.remote(window, 0)(*step), expected(topology, *step))
 
 
 def test_two_runs_are_bit_equal(seed: int) -> None:
     topology = afd_ops.Topology(1, 3, 7)
     with harness.serving(topology, dtype=torch.bfloat16, topk=4) as (window,):
-        module = afd_ops.RemoteExperts(0).attach(window)
-        x, ids, weights = torch.randn(16, 16).bfloat16(), torch.randint(0, 7, (16, 4)), torch.rand(16, 4)
+        module = harness.remote(window, 0)
+        x, _, weights, _ = random_step(topology, 16, topk=4, dtype=torch.bfloat16)
+        x, weights = torch.randn_like(x), torch.rand_like(weights)
+        ids = torch.randint(0, 7, (16, 4), device=x.device)
         first, second = module(x, ids, weights), module(x, ids, weights)
         assert torch.equal(first, second)
 
@@ -134,10 +138,11 @@ def test_outputs_alias_nothing(seed: int) -> None:
     with harness.windows(topology) as (window, peer):
         x, ids, weights, base = random_step(topology, 4)
         module, server = (
-            afd_ops.RemoteExperts(0).attach(window),
+            harness.remote(window, 0),
             afd_ops.ExpertServer(peer, harness.experts_of(topology, 0)),
         )
         ticket = module.dispatch(x, ids, weights)
+        harness.synchronize()
         item = torch.ops.afd.arrive(server.port, peer.id)
         rows, scales, offsets = torch.ops.afd.receive(item, server.port, peer.id, int(item[0, 3]))
         torch.ops.afd.reply(server.experts(rows, scales, offsets, 0), item, server.port, peer.id)
@@ -162,9 +167,10 @@ def test_slots_that_are_ready_together_are_computed_together(seed: int) -> None:
     with harness.windows(topology, rows=100) as (*attention, ffn):
         server = afd_ops.ExpertServer(ffn, experts)
         layers = (5, 2, 5)  # the middle one must wait for its own turn, and heads it
-        modules = [afd_ops.RemoteExperts(layer).attach(w) for layer, w in zip(layers, attention, strict=True)]
+        modules = [harness.remote(w, layer) for layer, w in zip(layers, attention, strict=True)]
         steps = [random_step(topology, 8) for _ in modules]
         tickets = [m.dispatch(*s[:3]) for m, s in zip(modules, steps, strict=True)]
+        harness.synchronize()
         assert [server.step(), server.step(), server.step()] == [2, 1, 0]
         assert calls == [5, 2]
         for module, ticket, step in zip(modules, tickets, steps, strict=True):
@@ -176,13 +182,17 @@ def test_an_arrival_that_does_not_fit_is_next(seed: int) -> None:
     topology = afd_ops.Topology(4, 1, 2)
     with harness.windows(topology, rows=32) as (*attention, ffn):
         server = afd_ops.ExpertServer(ffn, harness.experts_of(topology, 0))
-        modules = [afd_ops.RemoteExperts(0).attach(w) for w in attention]
+        modules = [harness.remote(w, 0) for w in attention]
         sizes = (8, 12, 4, 2)  # x topk 2: the second does not fit beside the first; the rest must not pass it
         steps = [
-            (torch.ones(n, 16), torch.zeros(n, 2, dtype=torch.int32), torch.ones(n, 2), torch.zeros(n, 16))
+            tuple(
+                t.to(harness.DEVICE)
+                for t in (torch.ones(n, 16), torch.zeros(n, 2, dtype=torch.int32), torch.ones(n, 2), torch.zeros(n, 16))
+            )
             for n in sizes
         ]
         tickets = [m.dispatch(*s[:3]) for m, s in zip(modules, steps, strict=True)]
+        harness.synchronize()
         assert [server.step(), server.step(), server.step()] == [1, 2, 1]
         for module, ticket, step in zip(modules, tickets, steps, strict=True):
             assert torch.equal(module.combine(ticket, step[3]), expected(topology, *step))
@@ -191,21 +201,20 @@ def test_an_arrival_that_does_not_fit_is_next(seed: int) -> None:
 def _steps(
     topology: afd_ops.Topology, bootstrap: afd_ops.Bootstrap, sizes: dict[str, Any], turns: int, seed: int
 ) -> Any:
-    with afd_ops.Window(topology, bootstrap, **sizes) as window:
-        harness.fill_with_nan(window)
-        bootstrap.barrier()
+    with harness.process_window(topology, bootstrap, sizes) as window:
         if window.role == "ffn":
             return harness.serve(topology, window)
         torch.manual_seed(seed + bootstrap.rank)
         for turn in range(turns):
             step = random_step(topology, int(torch.randint(0, sizes["tokens"] + 1, ())), **sizes)
-            out = afd_ops.RemoteExperts(turn).attach(window)(*step)
+            out = harness.remote(window, turn)(*step)
             assert torch.equal(out, expected(topology, *step)), turn
         return window.stats()
 
 
 @pytest.mark.parametrize(("attention", "ffn"), [(1, 1), (1, 3), (3, 1), (3, 2), (2, 2)])
-def test_between_processes_over_shared_memory(attention: int, ffn: int, seed: int) -> None:
+def test_between_processes(attention: int, ffn: int, seed: int) -> None:
+    """Over shared memory on CPU, over NVSHMEM on GPUs (with more ranks than GPUs, several processes share one)."""
     topology = afd_ops.Topology(attention, ffn, 5)
     turns = 60
     stats = harness.run_processes(topology, _steps, turns, seed, dtype=torch.bfloat16)

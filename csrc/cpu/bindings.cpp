@@ -34,12 +34,7 @@ std::tuple<Tensor, Tensor, Tensor> plan_cpu(const Tensor& topk_ids, const Tensor
   check_dim(op, "topk_ids", topk_ids, 2);
   const int64_t tokens = topk_ids.size(0), topk = topk_ids.size(1);
   check_topk_ids(op, topk_ids, tokens, topk);
-  if (ffn_size < 1) raise(Kind::Argument, op, "ffn_size is ", ffn_size, ", expected at least 1");
-  if (local_experts < 0) raise(Kind::Argument, op, "local_experts is ", local_experts, ", expected at least 0");
-  check_dim(op, "expert_map", expert_map, 2);
-  check_size(op, "expert_map", expert_map, 1, 2);
-  check_type(op, "expert_map", expert_map, ScalarType::Int);
-  check_contiguous(op, "expert_map", expert_map);
+  check_plan(op, expert_map, ffn_size, local_experts);
   const int32_t* map = ints(expert_map);
   for (int64_t e = 0; e < expert_map.size(0); ++e)
     if (map[2 * e] < 0 || map[2 * e] >= ffn_size || map[2 * e + 1] < 0 || map[2 * e + 1] >= local_experts)

@@ -1,0 +1,144 @@
+// The ops on CUDA tensors: arguments checked, memory allocated, kernels launched on the current stream. What only the
+// device can see (ids, ticket, port and item content) is checked there. Schemas: ops.cpp.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "../checks.h"
+#include "host.h"
+
+namespace afd {
+namespace {
+
+int32_t* ints(Tensor& t) { return static_cast<int32_t*>(t.mutable_data_ptr()); }
+const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.const_data_ptr()); }
+DeviceIds ids_of(const Tensor& t) {
+  return {t.const_data_ptr(), t.scalar_type() == ScalarType::Long, t.stride(0), t.stride(1)};
+}
+
+DeviceRows rows_of(Op op, const char* argument, const Tensor& t) {
+  const auto address = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+  const int64_t pitch = t.stride(0) * static_cast<int64_t>(t.element_size());
+  if (t.size(0) > 0 && (address % 16 != 0 || (t.size(0) > 1 && pitch % 16 != 0)))
+    raise(Kind::Argument, op, argument, " starts at ", address % 16, " and has rows ", pitch,
+          " bytes apart, expected multiples of 16; call .contiguous()");
+  return {t.const_data_ptr(), t.size(0), t.stride(0)};
+}
+
+cudaStream_t stream_of(const Tensor& t) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// An op's stay inside a window of this device.
+class DeviceEntry {
+ public:
+  DeviceEntry(int64_t window, Role role, Op op, const Tensor& port)
+      : entry_(window, role, op), window_(device_window(window)), guard_(port.get_device_index()) {
+    check_port(op, port);
+    if (port.get_device_index() != window_.device)
+      raise(Kind::Argument, op, "port is on cuda:", port.get_device_index(),
+            ", but the window is on cuda:", window_.device);
+  }
+  const Control& host() const { return entry_.control(); }
+  const Geometry& geometry() const { return entry_.control().geometry; }
+  DeviceControl* device() const { return window_.control; }
+  void launched() const { STD_CUDA_KERNEL_LAUNCH_CHECK(); }
+
+ private:
+  Entry entry_;
+  const DeviceWindow& window_;
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+
+std::tuple<Tensor, Tensor, Tensor> plan_cuda(const Tensor& topk_ids, const Tensor& expert_map, int64_t ffn_size,
+                                             int64_t local_experts) {
+  constexpr Op op = Op::plan;
+  check_dim(op, "topk_ids", topk_ids, 2);
+  const int64_t tokens = topk_ids.size(0), topk = topk_ids.size(1), experts = expert_map.size(0);
+  check_topk_ids(op, topk_ids, tokens, topk);
+  check_plan(op, expert_map, ffn_size, local_experts);
+  if (experts * static_cast<int64_t>(sizeof(int32_t)) > kSharedBytes)
+    raise(Kind::Argument, op, "expert_map has ", experts, " experts, expected at most ", kSharedBytes / 4, " on CUDA");
+  torch::stable::accelerator::DeviceGuard guard(topk_ids.get_device_index());
+  Tensor position = torch::stable::new_empty(topk_ids, {ffn_size, tokens, topk, 2}, ScalarType::Int);
+  Tensor counts = torch::stable::new_empty(topk_ids, {ffn_size, local_experts}, ScalarType::Int);
+  Tensor masks = torch::stable::new_empty(topk_ids, {tokens, (ffn_size + 31) / 32}, ScalarType::Int);
+  launch_plan(ids_of(topk_ids), tokens, topk, ints(expert_map), experts, ffn_size, local_experts,
+              static_cast<Position*>(position.mutable_data_ptr()), ints(counts), ints(masks), stream_of(topk_ids));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return {position, counts, masks};
+}
+
+Tensor dispatch_cuda(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, Tensor port, int64_t window) {
+  const DeviceEntry entry(window, kAttention, Op::dispatch, port);
+  const Geometry& g = entry.geometry();
+  check_dispatch(g, x, topk_ids, topk_weights);
+  const DeviceRows rows = rows_of(Op::dispatch, "x", x);
+  Tensor ticket = torch::stable::new_empty(x, {x.size(0) + 1, ticket_width(g.ffn_size)}, ScalarType::Int);
+  const DeviceWeights weights{static_cast<const float*>(topk_weights.const_data_ptr()), topk_weights.stride(0),
+                              topk_weights.stride(1)};
+  launch_dispatch(entry.device(), g, rows, ids_of(topk_ids), weights, ints(port), ints(ticket), stream_of(x));
+  entry.launched();
+  return ticket;
+}
+
+Tensor arrive_cuda(Tensor port, int64_t window) {
+  const DeviceEntry entry(window, kFfn, Op::arrive, port);
+  Tensor item = torch::stable::new_empty(port, {1 + entry.host().slots(), kItemWords}, ScalarType::Int);
+  launch_arrive(entry.device(), entry.geometry(), entry.host().slots(), ints(item), stream_of(port));
+  entry.launched();
+  return item;
+}
+
+std::tuple<Tensor, Tensor, Tensor> receive_cuda(const Tensor& item, Tensor port, int64_t window, int64_t rows) {
+  const DeviceEntry entry(window, kFfn, Op::receive, port);
+  const Geometry& g = entry.geometry();
+  check_item(entry.host(), Op::receive, item);
+  if (rows < 0) raise(Kind::Argument, Op::receive, "rows is ", rows, ", expected at least 0");
+  Tensor out = torch::stable::new_empty(item, {rows, g.hidden}, payload_type(g));
+  Tensor scales = torch::stable::new_empty(item, {0}, ScalarType::Float);
+  Tensor offsets = torch::stable::new_empty(item, {entry.host().local_experts()}, ScalarType::Int);
+  launch_receive(entry.device(), g, ints(item), static_cast<char*>(out.mutable_data_ptr()), rows, ints(offsets),
+                 stream_of(item));
+  entry.launched();
+  return {out, scales, offsets};
+}
+
+void reply_cuda(const Tensor& expert_out, const Tensor& item, Tensor port, int64_t window) {
+  const DeviceEntry entry(window, kFfn, Op::reply, port);
+  const Geometry& g = entry.geometry();
+  check_item(entry.host(), Op::reply, item);
+  check_expert_out(g, expert_out);
+  launch_reply(entry.device(), g, rows_of(Op::reply, "expert_out", expert_out), ints(item), stream_of(item));
+  entry.launched();
+}
+
+Tensor combine_cuda(const Tensor& ticket, const Tensor& base, Tensor port, int64_t window) {
+  const DeviceEntry entry(window, kAttention, Op::combine, port);
+  const Geometry& g = entry.geometry();
+  check_combine(g, ticket, base);
+  const DeviceRows rows = rows_of(Op::combine, "base", base);
+  if (g.hidden * static_cast<int64_t>(base.element_size()) % 16 != 0)
+    raise(Kind::Argument, Op::combine, "base has rows of ", g.hidden * static_cast<int64_t>(base.element_size()),
+          " bytes, expected a multiple of 16");
+  Tensor out = torch::stable::new_empty(base, {base.size(0), g.hidden});
+  launch_combine(entry.device(), g, ints(ticket), rows, dtype_of(base), out.mutable_data_ptr(), ints(port),
+                 stream_of(base));
+  entry.launched();
+  return out;
+}
+
+}  // namespace
+}  // namespace afd
+
+STABLE_TORCH_LIBRARY_IMPL(afd, CUDA, m) {
+  m.impl("plan", TORCH_BOX(&afd::plan_cuda));
+  m.impl("dispatch", TORCH_BOX(&afd::dispatch_cuda));
+  m.impl("arrive", TORCH_BOX(&afd::arrive_cuda));
+  m.impl("receive", TORCH_BOX(&afd::receive_cuda));
+  m.impl("reply", TORCH_BOX(&afd::reply_cuda));
+  m.impl("combine", TORCH_BOX(&afd::combine_cuda));
+}

@@ -1,0 +1,320 @@
+// The Python module afd_ops._C_cuda: building and ending the device half of a window. The host half, and the meaning of
+// each call, is csrc/module.cpp's; the two halves share one Control.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "../cpu/wait.h"
+#include "host.h"
+
+namespace afd {
+namespace {
+
+// Module state for the same reason as in control.cpp, under the same ids.
+constexpr int64_t kMaxWindows = 1 << 16;
+std::array<std::atomic<DeviceWindow*>, kMaxWindows> g_device_windows{};
+
+}  // namespace
+
+DeviceWindow& device_window(int64_t window) {
+  DeviceWindow* w = window > 0 && window < kMaxWindows ? g_device_windows[window].load() : nullptr;
+  if (w == nullptr) throw std::runtime_error("afd_ops: the window has no device half");
+  return *w;
+}
+
+namespace {
+
+#define CUDA_OR_RETURN(call)                                                        \
+  do {                                                                              \
+    const cudaError_t error = (call);                                               \
+    if (error != cudaSuccess) {                                                     \
+      PyErr_Format(PyExc_RuntimeError, "%s: %s", #call, cudaGetErrorString(error)); \
+      return nullptr;                                                               \
+    }                                                                               \
+  } while (0)
+
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    cudaGetDevice(&before_);
+    cudaSetDevice(device);
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+
+ private:
+  int before_ = 0;
+};
+
+DeviceWindow* window_of(PyObject* args) {
+  long long id = 0;
+  if (!PyArg_ParseTuple(args, "L", &id)) return nullptr;
+  DeviceWindow* w = id > 0 && id < kMaxWindows ? g_device_windows[id].load() : nullptr;
+  if (w == nullptr) PyErr_Format(PyExc_ValueError, "window %lld has no device half", id);
+  return w;
+}
+
+template <typename T>
+cudaError_t device_array(T** out, int64_t n, cudaStream_t stream) {
+  const size_t bytes = (n > 0 ? n : 1) * sizeof(T);
+  cudaError_t e = cudaMalloc(reinterpret_cast<void**>(out), bytes);
+  if (e == cudaSuccess) e = cudaMemsetAsync(*out, 0, bytes, stream);
+  return e;
+}
+
+// The words that reset() puts back: rings free, nothing taken.
+cudaError_t clear_state(DeviceWindow& w) {
+  const DeviceControl& c = w.image;
+  const Geometry& g = c.geometry;
+  cudaError_t e = cudaSuccess;
+  const auto fill = [&](void* p, int value, int64_t bytes) {
+    if (e == cudaSuccess && bytes > 0) e = cudaMemsetAsync(p, value, bytes, w.stream);
+  };
+  fill(c.next, 0, g.stages * 8);
+  fill(c.ring, 0xff, g.stages * g.depth * 8);
+  fill(c.taken, 0xff, c.slots() * static_cast<int64_t>(sizeof(Taken)));
+  fill(c.region, 0, c.peers * 4);
+  fill(c.masked, 0, c.peers * 4);
+  fill(c.claimed, 0, (c.peers + 1) * 4);
+  fill(c.done, 0, done_words(g) * 4);
+  fill(c.spoiled, 0, done_words(g) * 4);
+  std::memset(c.gone, 0, c.peers * 4);
+  return e;
+}
+
+// Every byte a peer may have written that means something: flags, sticky words, headers.
+cudaError_t clear_window(DeviceWindow& w) {
+  const DeviceControl& c = w.image;
+  cudaError_t e = cudaMemsetAsync(c.window, 0, c.layout.slots, w.stream);
+  if (e == cudaSuccess)
+    e = cudaMemset2DAsync(c.window + c.layout.slots, c.layout.slot_bytes, 0, c.layout.position, c.slots(), w.stream);
+  return e;
+}
+
+PyObject* adopt(PyObject*, PyObject* args) {
+  long long id = 0, address = 0;
+  int device = 0;
+  if (!PyArg_ParseTuple(args, "LLi", &id, &address, &device)) return nullptr;
+  auto* host = reinterpret_cast<Control*>(address);
+  const Geometry& g = host->geometry;
+  if (g.topk > kMaxTopk || (g.num_experts + g.ffn_size) * 4 > kSharedBytes || host->slots() > kSharedBytes / 2) {
+    PyErr_Format(
+        PyExc_ValueError,
+        "topk is %lld, num_experts + ffn_size is %lld, slots are %lld; on CUDA expected at most %lld, %lld, %lld",
+        static_cast<long long>(g.topk), static_cast<long long>(g.num_experts + g.ffn_size),
+        static_cast<long long>(host->slots()), static_cast<long long>(kMaxTopk),
+        static_cast<long long>(kSharedBytes / 4), static_cast<long long>(kSharedBytes / 2));
+    return nullptr;
+  }
+  const OnDevice on(device);
+  int same_address = 0;
+  CUDA_OR_RETURN(cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem, device));
+  if (same_address == 0) {
+    PyErr_SetString(PyExc_RuntimeError, "this device cannot use host addresses of registered memory");
+    return nullptr;
+  }
+  CUDA_OR_RETURN(preload());
+  CUDA_OR_RETURN(cudaHostRegister(host, host->arena_bytes, cudaHostRegisterMapped | cudaHostRegisterPortable));
+  host->on_device = 1;
+  auto* w = new DeviceWindow;  // never freed, like the Control
+  w->device = device;
+  CUDA_OR_RETURN(cudaStreamCreateWithFlags(&w->stream, cudaStreamNonBlocking));
+  static_cast<Control&>(w->image) = *host;
+  DeviceControl& c = w->image;
+  c.mapped = host;
+  c.mapped_region = host->region;
+  const auto upload = [w](auto** out, int64_t n) {
+    const auto* from = *out;
+    cudaError_t e = device_array(out, n, w->stream);
+    if (e == cudaSuccess && n > 0)
+      e = cudaMemcpyAsync(*out, from, n * sizeof(*from), cudaMemcpyHostToDevice, w->stream);
+    return e;
+  };
+  CUDA_OR_RETURN(upload(&c.peer, c.peers));
+  CUDA_OR_RETURN(upload(&c.expert_map, 2 * g.num_experts));
+  CUDA_OR_RETURN(upload(&c.experts_per_rank, g.ffn_size));
+  CUDA_OR_RETURN(device_array(&c.next, g.stages, w->stream));
+  CUDA_OR_RETURN(device_array(&c.ring, g.stages * g.depth, w->stream));
+  CUDA_OR_RETURN(device_array(&c.taken, c.slots(), w->stream));
+  CUDA_OR_RETURN(device_array(&c.counts, c.slots() * g.local_experts, w->stream));
+  CUDA_OR_RETURN(device_array(&c.first, c.slots() * g.local_experts, w->stream));
+  CUDA_OR_RETURN(device_array(&c.region, c.peers, w->stream));
+  CUDA_OR_RETURN(device_array(&c.masked, c.peers, w->stream));
+  CUDA_OR_RETURN(device_array(&c.bytes_sent, c.peers, w->stream));
+  CUDA_OR_RETURN(device_array(&c.claimed, c.peers + 1, w->stream));
+  CUDA_OR_RETURN(device_array(&c.done, done_words(g), w->stream));
+  CUDA_OR_RETURN(device_array(&c.spoiled, done_words(g), w->stream));
+  const size_t mapped_bytes = kMailbox * kMailWords * sizeof(int64_t) + c.peers * sizeof(int32_t);
+  void* mapped = nullptr;
+  CUDA_OR_RETURN(cudaHostAlloc(&mapped, mapped_bytes, cudaHostAllocMapped | cudaHostAllocPortable));
+  std::memset(mapped, 0, mapped_bytes);
+  c.mailbox = static_cast<int64_t*>(mapped);
+  c.gone = reinterpret_cast<int32_t*>(c.mailbox + kMailbox * kMailWords);
+  CUDA_OR_RETURN(clear_state(*w));
+  CUDA_OR_RETURN(cudaMalloc(reinterpret_cast<void**>(&w->control), sizeof(DeviceControl)));
+  CUDA_OR_RETURN(cudaMemcpyAsync(w->control, &w->image, sizeof(DeviceControl), cudaMemcpyHostToDevice, w->stream));
+  CUDA_OR_RETURN(clear_window(*w));
+  CUDA_OR_RETURN(cudaStreamSynchronize(w->stream));
+  g_device_windows[id].store(w);
+  publish_as(id, host);
+  Py_RETURN_NONE;
+}
+
+PyObject* sticky(PyObject* args, int32_t value) {
+  DeviceWindow* w = window_of(args);
+  if (w == nullptr) return nullptr;
+  const OnDevice on(w->device);
+  launch_sticky(w->control, value, w->stream);
+  CUDA_OR_RETURN(cudaGetLastError());
+  cudaError_t e;
+  Py_BEGIN_ALLOW_THREADS;
+  e = cudaStreamSynchronize(w->stream);
+  Py_END_ALLOW_THREADS;
+  CUDA_OR_RETURN(e);
+  Py_RETURN_NONE;
+}
+
+PyObject* poison(PyObject*, PyObject* args) { return sticky(args, kPoisoned); }
+PyObject* leave(PyObject*, PyObject* args) { return sticky(args, kLeft); }
+
+PyObject* synchronize(PyObject*, PyObject* args) {
+  DeviceWindow* w = window_of(args);
+  if (w == nullptr) return nullptr;
+  const OnDevice on(w->device);
+  cudaError_t e;
+  Py_BEGIN_ALLOW_THREADS;
+  e = cudaDeviceSynchronize();
+  Py_END_ALLOW_THREADS;
+  CUDA_OR_RETURN(e);
+  Py_RETURN_NONE;
+}
+
+PyObject* rewind(PyObject*, PyObject* args) {
+  DeviceWindow* w = window_of(args);
+  if (w == nullptr) return nullptr;
+  const OnDevice on(w->device);
+  CUDA_OR_RETURN(clear_window(*w));
+  CUDA_OR_RETURN(clear_state(*w));
+  const int32_t zero = 0;
+  CUDA_OR_RETURN(cudaMemcpyAsync(&w->control->failed, &zero, 4, cudaMemcpyHostToDevice, w->stream));
+  CUDA_OR_RETURN(cudaMemcpyAsync(&w->control->cursor, &zero, 4, cudaMemcpyHostToDevice, w->stream));
+  // Mail that nobody has read belongs to the generation that ends.
+  CUDA_OR_RETURN(cudaMemcpyAsync(&w->expected, &w->control->arrivals, 8, cudaMemcpyDeviceToHost, w->stream));
+  CUDA_OR_RETURN(cudaStreamSynchronize(w->stream));
+  Py_RETURN_NONE;
+}
+
+// After the host half's resume(), which has the new generation.
+PyObject* resume(PyObject*, PyObject* args) {
+  DeviceWindow* w = window_of(args);
+  if (w == nullptr) return nullptr;
+  const OnDevice on(w->device);
+  const int32_t generation = w->image.mapped->generation;
+  CUDA_OR_RETURN(cudaMemcpyAsync(&w->control->generation, &generation, 4, cudaMemcpyHostToDevice, w->stream));
+  CUDA_OR_RETURN(cudaStreamSynchronize(w->stream));
+  Py_RETURN_NONE;
+}
+
+PyObject* peer_gone(PyObject*, PyObject* args) {
+  long long id = 0;
+  int peer = 0;
+  if (!PyArg_ParseTuple(args, "Li", &id, &peer)) return nullptr;
+  DeviceWindow& w = *g_device_windows[id].load();
+  atomic(w.image.gone[peer]).store(1);
+  Py_RETURN_NONE;
+}
+
+PyObject* mask(PyObject*, PyObject* args) {
+  long long id = 0;
+  int peer = 0;
+  if (!PyArg_ParseTuple(args, "Li", &id, &peer)) return nullptr;
+  DeviceWindow& w = *g_device_windows[id].load();
+  const OnDevice on(w.device);
+  const int32_t one = 1;
+  CUDA_OR_RETURN(cudaMemcpyAsync(&w.image.masked[peer], &one, 4, cudaMemcpyHostToDevice, w.stream));
+  CUDA_OR_RETURN(cudaStreamSynchronize(w.stream));
+  Py_RETURN_NONE;
+}
+
+// The next item's count, layer and rows, as arrive left them in the mailbox; None after the timeout.
+PyObject* next_item(PyObject*, PyObject* args) {
+  long long id = 0, timeout_ns = 0;
+  if (!PyArg_ParseTuple(args, "LL", &id, &timeout_ns)) return nullptr;
+  DeviceWindow& w = *g_device_windows[id].load();
+  int64_t* mail = w.image.mailbox + w.expected % kMailbox * kMailWords;
+  bool there = false;
+  Py_BEGIN_ALLOW_THREADS;
+  Backoff backoff;
+  while (!(there = atomic(mail[kMailSequence]).load(std::memory_order_acquire) == w.expected + 1) &&
+         backoff.pause() < timeout_ns) {
+  }
+  Py_END_ALLOW_THREADS;
+  if (!there) Py_RETURN_NONE;
+  ++w.expected;
+  return Py_BuildValue("(LLL)", static_cast<long long>(mail[kMailCount]), static_cast<long long>(mail[kMailLayer]),
+                       static_cast<long long>(mail[kMailRows]));
+}
+
+// Counters and rings live on the device; this copies them into the host half, whose stats() and in_flight() then read
+// them.
+PyObject* fetch_stats(PyObject*, PyObject* args) {
+  DeviceWindow* w = window_of(args);
+  if (w == nullptr) return nullptr;
+  const OnDevice on(w->device);
+  Control& host = *w->image.mapped;
+  CUDA_OR_RETURN(
+      cudaMemcpyAsync(host.counters, w->control->counters, sizeof(host.counters), cudaMemcpyDeviceToHost, w->stream));
+  CUDA_OR_RETURN(
+      cudaMemcpyAsync(host.bytes_sent, w->image.bytes_sent, host.peers * 8, cudaMemcpyDeviceToHost, w->stream));
+  CUDA_OR_RETURN(cudaMemcpyAsync(host.ring, w->image.ring, host.geometry.stages * host.geometry.depth * 8,
+                                 cudaMemcpyDeviceToHost, w->stream));
+  CUDA_OR_RETURN(cudaStreamSynchronize(w->stream));
+  Py_RETURN_NONE;
+}
+
+// Lets kernels on one device store to another's memory; a peer address is then an ordinary one.
+PyObject* enable_peer_access(PyObject*, PyObject* args) {
+  int from = 0, to = 0;
+  if (!PyArg_ParseTuple(args, "ii", &from, &to)) return nullptr;
+  int can = 0;
+  CUDA_OR_RETURN(cudaDeviceCanAccessPeer(&can, from, to));
+  if (can == 0) {
+    PyErr_Format(PyExc_RuntimeError, "cuda:%d cannot reach the memory of cuda:%d", from, to);
+    return nullptr;
+  }
+  const OnDevice on(from);
+  const cudaError_t e = cudaDeviceEnablePeerAccess(to, 0);
+  if (e == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();
+  } else {
+    CUDA_OR_RETURN(e);
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef kMethods[] = {
+    {"adopt", adopt, METH_VARARGS, "adopt(window, control address, device): build the device half"},
+    {"poison", poison, METH_VARARGS, "poison(window)"},
+    {"leave", leave, METH_VARARGS, "leave(window)"},
+    {"synchronize", synchronize, METH_VARARGS, "synchronize(window): all work of its device has ended"},
+    {"rewind", rewind, METH_VARARGS, "rewind(window)"},
+    {"resume", resume, METH_VARARGS, "resume(window), after the host half's"},
+    {"peer_gone", peer_gone, METH_VARARGS, "peer_gone(window, peer)"},
+    {"mask", mask, METH_VARARGS, "mask(window, peer)"},
+    {"next_item", next_item, METH_VARARGS, "next_item(window, timeout_ns) -> (count, layer, rows) or None"},
+    {"fetch_stats", fetch_stats, METH_VARARGS, "fetch_stats(window): counters and rings into the host half"},
+    {"enable_peer_access", enable_peer_access, METH_VARARGS, "enable_peer_access(device, peer device)"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace afd
+
+PyMODINIT_FUNC PyInit__C_cuda() {
+  PyObject* m = PyModule_Create(&afd::kModule);
+  if (m != nullptr) PyModule_AddStringConstant(m, "SOURCE_DIGEST", AFD_SOURCE_DIGEST);
+  return m;
+}

@@ -1,0 +1,56 @@
+// plan: which F ranks need a token, and where each of its choices goes there. A pure function.
+//   moves    T x topk ids in; [F, T, topk] positions, [F, local_experts] counts, [T, ceil(F / 32)] masks out
+//   launch   1 CTA of 512 threads
+//   waits    never
+//   fails    an id outside [-1, E) counts as -1; only a dispatch has a window to record it in
+#include "ids.cuh"
+
+namespace afd {
+namespace {
+
+constexpr int kThreads = 512;
+
+__global__ void __launch_bounds__(kThreads)
+    plan_kernel(DeviceIds ids, int64_t tokens, int64_t topk, const int2* expert_map, int64_t experts, int64_t ffn_size,
+                int64_t local_experts, Position* position, int32_t* counts, int32_t* masks) {
+  extern __shared__ int32_t running[];
+  for (int64_t e = threadIdx.x; e < experts; e += blockDim.x) running[e] = 0;
+  for (int64_t i = threadIdx.x; i < ffn_size * local_experts; i += blockDim.x) counts[i] = 0;
+  __syncthreads();
+  rank_choices(
+      ids, tokens, topk, experts, running,
+      [&](int64_t i, int64_t id, int32_t rank) {
+        const int2 owner = id >= 0 ? expert_map[id] : make_int2(-1, -1);
+        for (int64_t f = 0; f < ffn_size; ++f)
+          position[f * tokens * topk + i] = owner.x == f ? Position{owner.y, rank} : Position{-1, -1};
+      },
+      [](int64_t, int64_t) {});
+  __syncthreads();
+  for (int64_t e = threadIdx.x; e < experts; e += blockDim.x) {
+    const int2 owner = expert_map[e];
+    counts[owner.x * local_experts + owner.y] = running[e];
+  }
+  const int words = static_cast<int>((ffn_size + 31) / 32);
+  for (int64_t t = threadIdx.x / 32; t < tokens; t += blockDim.x / 32)
+    for (int w = 0; w < words; ++w) {
+      const uint32_t bits = mask_word(ids, t, topk, experts, expert_map, w);
+      if (threadIdx.x % 32 == 0) masks[t * words + w] = static_cast<int32_t>(bits);
+    }
+}
+
+}  // namespace
+
+void launch_plan(DeviceIds ids, int64_t tokens, int64_t topk, const int32_t* expert_map, int64_t num_experts,
+                 int64_t ffn_size, int64_t local_experts, Position* position, int32_t* counts, int32_t* masks,
+                 cudaStream_t stream) {
+  plan_kernel<<<1, kThreads, num_experts * sizeof(int32_t), stream>>>(
+      ids, tokens, topk, reinterpret_cast<const int2*>(expert_map), num_experts, ffn_size, local_experts, position,
+      counts, masks);
+}
+
+cudaError_t preload_plan() {
+  cudaFuncAttributes a;
+  return cudaFuncGetAttributes(&a, plan_kernel);
+}
+
+}  // namespace afd
