@@ -1,4 +1,4 @@
-# make demo | test | soak | lint : each sets itself up in .venv first.
+# make demo | test | soak | lint | cuda : each sets itself up in .venv first.
 PYTHON ?= python3
 # Only for the checks of this repository, where the interpreter has no torch of its own; users bring theirs.
 TORCH ?= torch==2.13.0
@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test soak lint clean
+.PHONY: demo test soak lint cuda clean
 
 demo: $(VENV)/built
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -22,6 +22,12 @@ lint: $(VENV)/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(shell find csrc -type f)
+
+# Compiles the CUDA half for all its targets; needs nvcc, but neither a GPU nor a CUDA build of torch.
+cuda: $(VENV)/built
+	mkdir -p build
+	AFD_CUDA=1 $(BIN)/python setup.py -q build_ext --build-temp build/cuda --build-lib build/cuda >build/cuda.log 2>&1 \
+	|| { cat build/cuda.log; exit 1; }
 
 $(VENV)/python:
 	if $(PYTHON) -c "import torch" 2>/dev/null; \
