@@ -24,6 +24,7 @@ class RemoteExperts(nn.Module):
     """
 
     port: Tensor
+    order: Tensor
 
     def __init__(self, layer: int, stage: int = 0) -> None:
         super().__init__()
@@ -35,6 +36,7 @@ class RemoteExperts(nn.Module):
         self.window: Window | None = None
         self._warned = False
         self.register_buffer("port", torch.zeros(_C.PORT_WORDS, dtype=torch.int32), persistent=False)
+        self.register_buffer("order", torch.zeros(1, dtype=torch.int32), persistent=False)
 
     def attach(self, window: Window | None) -> RemoteExperts:
         """Sends through `window` from now on; None detaches.
@@ -55,6 +57,7 @@ class RemoteExperts(nn.Module):
                 f"port is on {self.port.device}, but the window is on {window.heap.device}; move the module first"
             )
         self.port.copy_(window.port(self.layer, self.stage))
+        self.order = window.order  # the same tensor in all modules: it is what keeps their ops in program order
         self.window, self.window_id = window, window.id
         return self
 
@@ -69,7 +72,7 @@ class RemoteExperts(nn.Module):
         if self.window_id == 0:
             self._warn_detached()
             return torch.zeros(0, dtype=torch.int32, device=hidden.device)
-        return torch.ops.afd.dispatch(hidden, topk_ids, topk_weights, self.port, self.window_id)  # type: ignore[no-any-return]
+        return torch.ops.afd.dispatch(hidden, topk_ids, topk_weights, self.port, self.order, self.window_id)  # type: ignore[no-any-return]
 
     def combine(self, ticket: Tensor, base: Tensor) -> Tensor:
         """base [T, H] + the experts' weighted sums.
@@ -78,13 +81,13 @@ class RemoteExperts(nn.Module):
         """
         if self.window_id == 0:
             return base
-        return torch.ops.afd.combine(ticket, base, self.port, self.window_id)  # type: ignore[no-any-return]
+        return torch.ops.afd.combine(ticket, base, self.port, self.order, self.window_id)  # type: ignore[no-any-return]
 
     def cancel(self, ticket: Tensor) -> None:
         """Drops a step: waits for the answers to `ticket` and throws them away, so that its ring is free again."""
         if self.window is not None:
             rows = torch.zeros((ticket.shape[0] - 1, self.window.geometry.hidden), dtype=self.window.dtype)
-            torch.ops.afd.combine(ticket, rows.to(ticket.device), self.port, self.window_id)
+            torch.ops.afd.combine(ticket, rows.to(ticket.device), self.port, self.order, self.window_id)
 
     def forward(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, base: Tensor | None = None) -> Tensor:
         """The whole round trip: [T, H] -> [T, H]. Outside torch.compile, errors are typed."""

@@ -1,16 +1,18 @@
 """What torch.library needs beside the schemas of csrc/ops.cpp: fakes, in the order of the round trip, and the refusal
 of gradients.
 
-All ops: `port` is the int32 [4] tensor of `Window.port`, declared mutated so that no compiler drops, duplicates or
-reorders an op; it is never written. `window` is `Window.id`. Outputs are fresh tensors. Errors are RuntimeErrors whose
-text starts with a kind of `afd_ops.errors`.
+`port` is the int32 [4] tensor of `Window.port`, by whose content an op learns layer and stage. `order` is
+`Window.order`, one tensor for all layers and stages, declared mutated so that no compiler drops, duplicates or reorders
+an op; on an FFN rank the port serves for that. Neither is ever written. `window` is `Window.id`. Outputs are fresh
+tensors. Errors are RuntimeErrors whose text starts with a kind of `afd_ops.errors`.
 
 afd::plan(topk_ids [T, topk] int32 or int64, expert_map [E, 2] int32, ffn_size, local_experts)
     -> position [F, T, topk, 2] int32, counts [F, local_experts] int32, masks [T, ceil(F / 32)] int32
     The routing plan alone: per F rank (local expert, rank within that expert) or (-1, -1), and which F ranks need a
     token.
 
-afd::dispatch(x [T, H], topk_ids [T, topk], topk_weights [T, topk] float32, port, window) -> ticket [T + 1, W] int32
+afd::dispatch(x [T, H], topk_ids [T, topk], topk_weights [T, topk] float32, port, order, window)
+    -> ticket [T + 1, W] int32
     Sends each token once to every F rank that owns one of its experts. Does not wait. id -1 means no expert.
 
 afd::arrive(port, window) -> item [1 + slots, 8] int32
@@ -23,7 +25,7 @@ afd::receive(item, port, window, rows) -> rows [rows, H], scales [0] float32, of
 afd::reply(expert_out [>= item rows, H], item, port, window) -> ()
     Each token's weighted sum over this rank's experts, accumulated in float32, rounded once, sent back.
 
-afd::combine(ticket, base [T, H], port, window) -> [T, H] in base's dtype
+afd::combine(ticket, base [T, H], port, order, window) -> [T, H] in base's dtype
     base + the F ranks' sums, added in float32 in F-rank order and rounded once. Uses the ticket up.
 """
 
@@ -53,7 +55,7 @@ def _plan(topk_ids: Tensor, expert_map: Tensor, ffn_size: int, local_experts: in
 
 
 @register_fake("afd::dispatch")
-def _dispatch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, port: Tensor, window: int) -> Tensor:
+def _dispatch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, port: Tensor, order: Tensor, window: int) -> Tensor:
     return x.new_empty((x.shape[0] + 1, _C.ticket_width(_C.facts(window)["ffn_size"])), dtype=torch.int32)
 
 
@@ -78,7 +80,7 @@ def _reply(expert_out: Tensor, item: Tensor, port: Tensor, window: int) -> None:
 
 
 @register_fake("afd::combine")
-def _combine(ticket: Tensor, base: Tensor, port: Tensor, window: int) -> Tensor:
+def _combine(ticket: Tensor, base: Tensor, port: Tensor, order: Tensor, window: int) -> Tensor:
     return base.new_empty(base.shape)
 
 

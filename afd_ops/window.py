@@ -55,6 +55,8 @@ class Window:
     Python and cannot raise.
     """
 
+    order: torch.Tensor
+
     def __init__(
         self,
         topology: Topology,
@@ -101,6 +103,7 @@ class Window:
             bootstrap.collective("map", lambda: self._open(handles, deadline, poll_interval, rows))
             assert self._segment is not None
             self._segment.seal()
+            self.order = torch.zeros(1, dtype=torch.int32, device=self.heap.device)
             bootstrap.barrier()
             self.closed = False
         except BaseException:

@@ -170,6 +170,7 @@ enum TicketWord : int32_t {
   kTicketSequenceLow = 3,
   kTicketSequenceHigh = 4,
   kTicketLayer = 5,
+  kTicketTokens = 6,
   kTicketWords = 8
 };
 

@@ -217,6 +217,10 @@ def run_processes(
                     failed.append(f"rank {rank}:\n{error}")
                 else:
                     collected[rank] = value
+            elif dead := [r for r, c in enumerate(children) if c.exitcode is not None and r not in collected]:
+                time.sleep(0.1)  # its result may be on the way
+                if results.empty() and len(collected) + len(failed) < len(children):
+                    raise RuntimeError(f"ranks {dead} ended without a result\n" + "\n".join(failed))
             elif time.monotonic() > deadline:
                 missing = sorted(set(range(len(children))) - set(collected))
                 raise TimeoutError(f"ranks {missing} gave no result within {timeout} s\n" + "\n".join(failed))

@@ -694,7 +694,7 @@ def test_a_port_without_a_layer_is_refused_before_anything_is_sent() -> None:
     with harness.windows(PAIR) as (attention, ffn):
         x, ids, weights, _ = random_step(PAIR, 4)
         with raises(attention, afd_ops.ArgumentError, "layer"):
-            torch.ops.afd.dispatch(x, ids, weights, attention.port(), attention.id)
+            torch.ops.afd.dispatch(x, ids, weights, attention.port(), attention.order, attention.id)
         assert server_of(ffn).step() == 0 and ffn.errors() == []
 
 
@@ -953,15 +953,23 @@ def test_an_op_of_the_other_role_is_refused() -> None:
     with harness.windows(PAIR) as (attention, ffn):
         flight, item = ask(attention), torch.zeros(3, 8, dtype=torch.int32)
         wrong: list[tuple[Window, str, Callable[[], Any]]] = [
-            (attention, "rank 0 (attention 0)", lambda: torch.ops.afd.arrive(attention.port(), attention.id)),
+            (
+                attention,
+                "rank 0 (attention 0)",
+                lambda: torch.ops.afd.arrive(attention.port(), attention.id),
+            ),
             (attention, "rank 0 (attention 0)", lambda: torch.ops.afd.receive(item, attention.port(), attention.id, 0)),
             (
                 attention,
                 "rank 0 (attention 0)",
                 lambda: torch.ops.afd.reply(torch.zeros(0, 16), item, attention.port(), attention.id),
             ),
-            (ffn, "rank 1 (ffn 0)", lambda: torch.ops.afd.dispatch(*flight.step[:3], ffn.port(0), ffn.id)),
-            (ffn, "rank 1 (ffn 0)", lambda: torch.ops.afd.combine(flight.ticket, flight.step[3], ffn.port(0), ffn.id)),
+            (ffn, "rank 1 (ffn 0)", lambda: torch.ops.afd.dispatch(*flight.step[:3], ffn.port(0), ffn.order, ffn.id)),
+            (
+                ffn,
+                "rank 1 (ffn 0)",
+                lambda: torch.ops.afd.combine(flight.ticket, flight.step[3], ffn.port(0), ffn.order, ffn.id),
+            ),
         ]
         for window, who, op in wrong:
             with raises(window, afd_ops.ArgumentError, f"window {window.id} belongs to {who}, but this op is for"):
@@ -1109,7 +1117,7 @@ def _op_after_collection(heap: Callable[[int], Any]) -> None:
     del windows, heap
     gc.collect()
     with suppress(RuntimeError):  # refused, or served from memory that is still there: both will do
-        torch.ops.afd.dispatch(*step[:3], port, window)
+        torch.ops.afd.dispatch(*step[:3], port, torch.zeros(1, dtype=torch.int32), window)
         assert all(tensor() is not None for tensor in memory), "wrote to memory that was freed"
 
 

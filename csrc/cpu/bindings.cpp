@@ -56,7 +56,8 @@ std::tuple<Tensor, Tensor, Tensor> plan_cpu(const Tensor& topk_ids, const Tensor
   return {position, counts, masks};
 }
 
-Tensor dispatch_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, Tensor port, int64_t window) {
+Tensor dispatch_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& port, Tensor,
+                    int64_t window) {
   Entry entry(window, kAttention, Op::dispatch);
   Control& c = entry.control();
   const Port p = read_port(c, Op::dispatch, port);
@@ -105,13 +106,13 @@ void reply_cpu(const Tensor& expert_out, const Tensor& item, Tensor port, int64_
   reply(c, it, rows_of(expert_out));
 }
 
-Tensor combine_cpu(const Tensor& ticket, const Tensor& base, Tensor port, int64_t window) {
+Tensor combine_cpu(const Tensor& ticket, const Tensor& base, const Tensor& port, Tensor, int64_t window) {
   Entry entry(window, kAttention, Op::combine);
   Control& c = entry.control();
   const Port p = read_port(c, Op::combine, port);
   check_combine(c.geometry, ticket, base);
-  const Ticket k = read_ticket(c, p, ints(ticket));
   const int64_t tokens = base.size(0);
+  const Ticket k = read_ticket(c, p, ints(ticket), tokens);
   Tensor out = torch::stable::new_empty(base, {tokens, c.geometry.hidden});
   combine(c, k, ints(ticket) + ticket.size(1), tokens, rows_of(base), dtype_of(base), out.mutable_data_ptr());
   return out;

@@ -10,7 +10,7 @@
 
 namespace afd {
 
-Ticket read_ticket(const Control& c, Port port, const int32_t* w) {
+Ticket read_ticket(const Control& c, Port port, const int32_t* w, int64_t tokens) {
   constexpr Op op = Op::combine;
   const Ticket k{w[kTicketGeneration], w[kTicketStage], w[kTicketRing], w[kTicketLayer],
                  join(w[kTicketSequenceLow], w[kTicketSequenceHigh])};
@@ -20,6 +20,8 @@ Ticket read_ticket(const Control& c, Port port, const int32_t* w) {
     raise(Kind::Argument, op, "ticket is of stage ", k.stage, ", but port is of stage ", port.stage);
   if (k.layer != port.layer)
     raise(Kind::Argument, op, "ticket is of layer ", k.layer, ", but port is of layer ", port.layer);
+  if (w[kTicketTokens] != tokens)
+    raise(Kind::Argument, op, "ticket has ", tokens, " tokens, expected ", w[kTicketTokens], ", as many as were sent");
   if (k.sequence < 0 || k.ring < 0 || k.ring >= c.geometry.depth ||
       c.ring[k.stage * c.geometry.depth + k.ring] != k.sequence)
     raise(Kind::Stale, op, "ticket with sequence ", k.sequence, " of stage ", k.stage,

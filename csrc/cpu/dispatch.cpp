@@ -66,6 +66,7 @@ void dispatch(Control& c, Port port, Rows x, const Ids& ids, const Weights& weig
   ticket[kTicketSequenceLow] = low(sequence);
   ticket[kTicketSequenceHigh] = high(sequence);
   ticket[kTicketLayer] = port.layer;
+  ticket[kTicketTokens] = static_cast<int32_t>(tokens);
   busy = sequence;
   c.next[port.stage] = sequence + 1;
   count(c.counters[k_dispatches], 1);

@@ -56,8 +56,8 @@ struct Ticket {
   int64_t sequence;
 };
 
-// Raises unless the ticket of `port`'s lane is in flight.
-Ticket read_ticket(const Control& c, Port port, const int32_t* words);
+// Raises unless the ticket is of `port`'s lane, of so many tokens, and in flight.
+Ticket read_ticket(const Control& c, Port port, const int32_t* words, int64_t tokens);
 
 // masks: the ticket's rows 1 .. ; base and out: [tokens, hidden] of base_type.
 void combine(Control& c, const Ticket& ticket, const int32_t* masks, int64_t tokens, Rows base, DType base_type,

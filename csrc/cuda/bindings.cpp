@@ -72,7 +72,8 @@ std::tuple<Tensor, Tensor, Tensor> plan_cuda(const Tensor& topk_ids, const Tenso
   return {position, counts, masks};
 }
 
-Tensor dispatch_cuda(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, Tensor port, int64_t window) {
+Tensor dispatch_cuda(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& port, Tensor,
+                     int64_t window) {
   const DeviceEntry entry(window, kAttention, Op::dispatch, port);
   const Geometry& g = entry.geometry();
   check_dispatch(g, x, topk_ids, topk_weights);
@@ -116,7 +117,7 @@ void reply_cuda(const Tensor& expert_out, const Tensor& item, Tensor port, int64
   entry.launched();
 }
 
-Tensor combine_cuda(const Tensor& ticket, const Tensor& base, Tensor port, int64_t window) {
+Tensor combine_cuda(const Tensor& ticket, const Tensor& base, const Tensor& port, Tensor, int64_t window) {
   const DeviceEntry entry(window, kAttention, Op::combine, port);
   const Geometry& g = entry.geometry();
   check_combine(g, ticket, base);

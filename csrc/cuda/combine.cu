@@ -23,15 +23,15 @@ struct Ticket {
   bool ok;
 };
 
-__device__ Ticket read_ticket(DeviceControl* c, const int32_t* w, const int32_t* port, bool report) {
+__device__ Ticket read_ticket(DeviceControl* c, const int32_t* w, const int32_t* port, int64_t tokens, bool report) {
   __shared__ Ticket ticket;
   __syncthreads();
   if (threadIdx.x == 0) {
     const Lane lane = read_port(c, port);
     Ticket k{lane.layer, lane.stage, w[kTicketRing], join(w[kTicketSequenceLow], w[kTicketSequenceHigh]), false};
     k.ok = c->failed == 0 && k.stage >= 0 && w[kTicketGeneration] == c->generation && w[kTicketStage] == k.stage &&
-           w[kTicketLayer] == k.layer && k.sequence >= 0 && k.ring >= 0 && k.ring < c->geometry.depth &&
-           c->ring[k.stage * c->geometry.depth + k.ring] == k.sequence;
+           w[kTicketLayer] == k.layer && w[kTicketTokens] == tokens && k.sequence >= 0 && k.ring >= 0 &&
+           k.ring < c->geometry.depth && c->ring[k.stage * c->geometry.depth + k.ring] == k.sequence;
     if (!k.ok && report && c->failed == 0)
       fail(c, error_at(Kind::Stale, Op::combine, w[kTicketLayer], -1, w[kTicketStage], k.ring, k.sequence));
     ticket = k;
@@ -92,7 +92,7 @@ __device__ bool await_all(DeviceControl* c, const Ticket& k, int64_t tokens) {
 
 __global__ void __launch_bounds__(32)
     await_kernel(DeviceControl* c, const int32_t* words, const int32_t* port, int64_t tokens) {
-  const Ticket k = read_ticket(c, words, port, true);
+  const Ticket k = read_ticket(c, words, port, tokens, true);
   const bool ok = await_all(c, k, tokens);
   if (threadIdx.x == 0 && k.stage >= 0) c->spoiled[done_index(c->geometry, Done::combine, k.stage)] = ok ? 0 : 1;
 }
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int N = Elements<Payload>::kPerVector > Elements<Base>::kPerVector ? Elements<Payload>::kPerVector
                                                                                : Elements<Base>::kPerVector;
   const Geometry& g = c->geometry;
-  const Ticket k = read_ticket(c, words, port, kFused && blockIdx.x == 0);
+  const Ticket k = read_ticket(c, words, port, base.count, kFused && blockIdx.x == 0);
   const int64_t tokens = base.count, width = ticket_width(g.ffn_size), vectors = g.hidden / N;
   bool ok;
   if (kFused) {

@@ -165,6 +165,7 @@ __global__ void __launch_bounds__(kThreads)
     if (w == kTicketSequenceLow) v = low(flight.sequence);
     if (w == kTicketSequenceHigh) v = high(flight.sequence);
     if (w == kTicketLayer) v = flight.lane.layer;
+    if (w == kTicketTokens) v = static_cast<int32_t>(x.count);
     ticket[w] = v;
   }
   if (spoiled) {
