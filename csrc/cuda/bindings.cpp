@@ -44,7 +44,7 @@ class DeviceEntry {
   }
   const Control& host() const { return entry_.control(); }
   const Geometry& geometry() const { return entry_.control().geometry; }
-  DeviceControl* device() const { return window_.control; }
+  const DeviceControl& device() const { return window_.control; }
   void launched() const { STD_CUDA_KERNEL_LAUNCH_CHECK(); }
 
  private:
@@ -81,7 +81,7 @@ Tensor dispatch_cuda(const Tensor& x, const Tensor& topk_ids, const Tensor& topk
   Tensor ticket = torch::stable::new_empty(x, {x.size(0) + 1, ticket_width(g.ffn_size)}, ScalarType::Int);
   const DeviceWeights weights{static_cast<const float*>(topk_weights.const_data_ptr()), topk_weights.stride(0),
                               topk_weights.stride(1)};
-  launch_dispatch(entry.device(), g, rows, ids_of(topk_ids), weights, ints(port), ints(ticket), stream_of(x));
+  launch_dispatch(entry.device(), rows, ids_of(topk_ids), weights, ints(port), ints(ticket), stream_of(x));
   entry.launched();
   return ticket;
 }
@@ -89,7 +89,7 @@ Tensor dispatch_cuda(const Tensor& x, const Tensor& topk_ids, const Tensor& topk
 Tensor arrive_cuda(Tensor port, int64_t window) {
   const DeviceEntry entry(window, kFfn, Op::arrive, port);
   Tensor item = torch::stable::new_empty(port, {1 + entry.host().slots(), kItemWords}, ScalarType::Int);
-  launch_arrive(entry.device(), entry.geometry(), entry.host().slots(), ints(item), stream_of(port));
+  launch_arrive(entry.device(), ints(item), stream_of(port));
   entry.launched();
   return item;
 }
@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> receive_cuda(const Tensor& item, Tensor port,
   Tensor out = torch::stable::new_empty(item, {rows, g.hidden}, payload_type(g));
   Tensor scales = torch::stable::new_empty(item, {0}, ScalarType::Float);
   Tensor offsets = torch::stable::new_empty(item, {entry.host().local_experts()}, ScalarType::Int);
-  launch_receive(entry.device(), g, ints(item), static_cast<char*>(out.mutable_data_ptr()), rows, ints(offsets),
+  launch_receive(entry.device(), ints(item), static_cast<char*>(out.mutable_data_ptr()), rows, ints(offsets),
                  stream_of(item));
   entry.launched();
   return {out, scales, offsets};
@@ -113,7 +113,7 @@ void reply_cuda(const Tensor& expert_out, const Tensor& item, Tensor port, int64
   const Geometry& g = entry.geometry();
   check_item(entry.host(), Op::reply, item);
   check_expert_out(g, expert_out);
-  launch_reply(entry.device(), g, rows_of(Op::reply, "expert_out", expert_out), ints(item), stream_of(item));
+  launch_reply(entry.device(), rows_of(Op::reply, "expert_out", expert_out), ints(item), stream_of(item));
   entry.launched();
 }
 
@@ -126,7 +126,7 @@ Tensor combine_cuda(const Tensor& ticket, const Tensor& base, const Tensor& port
     raise(Kind::Argument, Op::combine, "base has rows of ", g.hidden * static_cast<int64_t>(base.element_size()),
           " bytes, expected a multiple of 16");
   Tensor out = torch::stable::new_empty(base, {base.size(0), g.hidden});
-  launch_combine(entry.device(), g, ints(ticket), rows, dtype_of(base), out.mutable_data_ptr(), ints(port),
+  launch_combine(entry.device(), ints(ticket), rows, dtype_of(base), out.mutable_data_ptr(), ints(port),
                  stream_of(base));
   entry.launched();
   return out;

@@ -1,8 +1,9 @@
 // combine: base + what the F ranks answered, summed in float32 in F-rank order and rounded once.
 //   moves    one row per (token, F rank) that answers it; T x H of base in, T x H out
-//   launch   T up to kFusedCtas: that many CTAs wait and sum. More: 1 CTA waits, then a grid over the tokens sums;
-//            a waiting kernel never holds more than kFusedCtas multiprocessors
-//   order    flag (acquire, in every CTA that waits), header, rows; done++ ; last CTA: every flag to EMPTY, ring free
+//   launch   T up to kFusedTokens: kFusedCtas CTAs wait and sum. More: 1 CTA waits, then a grid over the tokens sums; a
+//            waiting kernel never holds more than kFusedCtas multiprocessors. A warp sums a segment of a row
+//   order    flag (acquire, by every CTA that waits), header, rows; done++ ; last CTA: every flag to EMPTY, ring free.
+//            The next dispatch on this ring releases the resets, so they need no fence of their own
 //   waits    for the reply of every F rank that is not masked, until poison, abort or the deadline
 //   fails    stale ticket, a peer's fault, a stop: error record, window stopped, out filled with NaN
 #include <cmath>
@@ -13,9 +14,10 @@
 namespace afd {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;
+constexpr int kFusedTokens = 64;
 constexpr int kFusedCtas = 16;
-constexpr int kSumCtas = 264;
+constexpr int kSumCtas = 528;
 
 struct Ticket {
   int32_t layer, stage, ring;
@@ -23,17 +25,20 @@ struct Ticket {
   bool ok;
 };
 
-__device__ Ticket read_ticket(DeviceControl* c, const int32_t* w, const int32_t* port, int64_t tokens, bool report) {
+__device__ Ticket read_ticket(const DeviceControl& c, const int32_t* w, const int32_t* port, int64_t tokens,
+                              bool report) {
   __shared__ Ticket ticket;
-  __syncthreads();
   if (threadIdx.x == 0) {
     const Lane lane = read_port(c, port);
-    Ticket k{lane.layer, lane.stage, w[kTicketRing], join(w[kTicketSequenceLow], w[kTicketSequenceHigh]), false};
-    k.ok = c->failed == 0 && k.stage >= 0 && w[kTicketGeneration] == c->generation && w[kTicketStage] == k.stage &&
-           w[kTicketLayer] == k.layer && w[kTicketTokens] == tokens && k.sequence >= 0 && k.ring >= 0 &&
-           k.ring < c->geometry.depth && c->ring[k.stage * c->geometry.depth + k.ring] == k.sequence;
-    if (!k.ok && report && c->failed == 0)
-      fail(c, error_at(Kind::Stale, Op::combine, w[kTicketLayer], -1, w[kTicketStage], k.ring, k.sequence));
+    const int4 a = *reinterpret_cast<const int4*>(w), b = *reinterpret_cast<const int4*>(w + 4);
+    Ticket k{lane.layer, lane.stage, a.z, join(a.w, b.x), false};
+    static_assert(kTicketGeneration == 0 && kTicketStage == 1 && kTicketRing == 2 && kTicketSequenceLow == 3);
+    static_assert(kTicketSequenceHigh == 4 && kTicketLayer == 5 && kTicketTokens == 6);
+    const bool failed = has_failed(c);
+    k.ok = !failed && k.stage >= 0 && a.x == c.state->generation && a.y == k.stage && b.y == k.layer && b.z == tokens &&
+           k.sequence >= 0 && k.ring >= 0 && k.ring < c.geometry.depth &&
+           c.ring[k.stage * c.geometry.depth + k.ring] == k.sequence;
+    if (!k.ok && report && !failed) fail(c, error_at(Kind::Stale, Op::combine, b.y, -1, a.y, k.ring, k.sequence));
     ticket = k;
   }
   __syncthreads();
@@ -41,20 +46,21 @@ __device__ Ticket read_ticket(DeviceControl* c, const int32_t* w, const int32_t*
 }
 
 // One F rank's reply, by one thread: true once it is there and is the answer to this ticket.
-__device__ bool await_reply(DeviceControl* c, const Ticket& k, int32_t f, int64_t tokens, int64_t deadline) {
-  const int64_t index = c->slot(f, k.stage, k.ring);
-  const int32_t* flag = flag_of(c->window, c->layout, index);
+__device__ bool await_reply(const DeviceControl& c, const Ticket& k, int32_t f, int64_t tokens, int64_t deadline) {
+  const int64_t index = c.slot(f, k.stage, k.ring);
+  const int32_t* flag = flag_of(c.window, c.layout, index);
   const ErrorRecord r = error_at(Kind::Timeout, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
   for (uint32_t turn = 1; load_acquire(flag) != kReady; ++turn) {
-    if (*reinterpret_cast<volatile int32_t*>(&c->failed) != 0) return false;
+    if (turn % 16 != 0) continue;
+    if (has_failed(c)) return false;
     const int32_t sticky = peer_state(c, f);
     if (sticky != kAlive) {
       fail(c, peer_ended(r, f, sticky));
       return false;
     }
-    if (turn % 64 != 0) continue;  // these lie across PCIe
-    if (*reinterpret_cast<volatile int32_t*>(&c->mapped->abort) != 0) return false;
-    if (*reinterpret_cast<volatile int32_t*>(&c->gone[f]) != 0) {
+    if (turn % 256 != 0) continue;  // these lie across PCIe
+    if (ask_host(&c.mapped->abort) != 0) return false;
+    if (ask_host(&c.gone[f]) != 0) {
       fail(c, peer_ended(r, f, kGone));
       return false;
     }
@@ -63,78 +69,66 @@ __device__ bool await_reply(DeviceControl* c, const Ticket& k, int32_t f, int64_
       return false;
     }
   }
-  const SlotHeader h = *DeviceSlot(c->window, c->layout, index).header;
+  const SlotHeader h = *DeviceSlot(c.window, c.layout, index).header;
   ErrorRecord bad = r;
   bad.kind = static_cast<int32_t>(Kind::Protocol);
   const auto differs = [&bad](Field field, int64_t expected, int64_t seen) {
+    if (expected == seen) return false;
     bad.field = static_cast<int32_t>(field);
     bad.expected = expected;
     bad.seen = seen;
-    return expected != seen;
+    return true;
   };
   if (differs(Field::magic, kHeaderMagic, h.magic) || differs(Field::version, kWireVersion, h.version) ||
-      differs(Field::generation, c->generation, h.generation) || differs(Field::sequence, k.sequence, h.sequence) ||
-      differs(Field::layer, k.layer, h.layer) || differs(Field::flags, 0, h.flags) ||
-      differs(Field::num_tokens, tokens, h.num_tokens)) {
+      differs(Field::generation, c.state->generation, h.generation) ||
+      differs(Field::sequence, k.sequence, h.sequence) || differs(Field::layer, k.layer, h.layer) ||
+      differs(Field::flags, 0, h.flags) || differs(Field::num_tokens, tokens, h.num_tokens)) {
     fail(c, bad);
     return false;
   }
   return true;
 }
 
-__device__ bool await_all(DeviceControl* c, const Ticket& k, int64_t tokens) {
-  const int64_t deadline = global_ns() + c->deadline_ns;
+__device__ bool await_all(const DeviceControl& c, const Ticket& k, int64_t tokens) {
+  const int64_t deadline = global_ns() + c.deadline_ns;
   bool ok = k.ok;
-  for (int32_t f = threadIdx.x; ok && f < c->peers; f += blockDim.x)
-    ok = c->masked[f] != 0 || await_reply(c, k, f, tokens, deadline);
+  for (int32_t f = threadIdx.x; ok && f < c.peers; f += blockDim.x)
+    ok = c.masked[f] != 0 || await_reply(c, k, f, tokens, deadline);
   return __syncthreads_and(ok);
 }
 
 __global__ void __launch_bounds__(32)
-    await_kernel(DeviceControl* c, const int32_t* words, const int32_t* port, int64_t tokens) {
+    await_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, const int32_t* port, int64_t tokens) {
   const Ticket k = read_ticket(c, words, port, tokens, true);
   const bool ok = await_all(c, k, tokens);
-  if (threadIdx.x == 0 && k.stage >= 0) c->spoiled[done_index(c->geometry, Done::combine, k.stage)] = ok ? 0 : 1;
+  if (threadIdx.x == 0 && k.stage >= 0) c.spoiled[done_index(c.geometry, Done::combine, k.stage)] = ok ? 0 : 1;
 }
 
 template <typename Payload, typename Base, bool kFused>
 __global__ void __launch_bounds__(kThreads)
-    combine_kernel(DeviceControl* c, const int32_t* words, DeviceRows base, Base* out, const int32_t* port) {
+    combine_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, DeviceRows base, Base* out,
+                   const int32_t* port) {
   constexpr int N = Elements<Payload>::kPerVector > Elements<Base>::kPerVector ? Elements<Payload>::kPerVector
                                                                                : Elements<Base>::kPerVector;
-  const Geometry& g = c->geometry;
-  const Ticket k = read_ticket(c, words, port, base.count, kFused && blockIdx.x == 0);
-  const int64_t tokens = base.count, width = ticket_width(g.ffn_size), vectors = g.hidden / N;
-  bool ok;
-  if (kFused) {
-    ok = await_all(c, k, tokens);
-  } else {
-    ok = k.ok && c->spoiled[done_index(g, Done::combine, k.stage)] == 0;
-  }
-
-  // The peers that answer a token, in F-rank order: no more than it has choices.
-  __shared__ const Payload* rows[kMaxTopk];
-  __shared__ int32_t answers;
-  for (int64_t t = blockIdx.x; t < tokens; t += gridDim.x) {
+  const Geometry& g = c.geometry;
+  const int64_t tokens = base.count, width = ticket_width(g.ffn_size);
+  const Ticket k = read_ticket(c, words, port, tokens, kFused && blockIdx.x == 0);
+  const bool ok = kFused ? await_all(c, k, tokens) : k.ok && c.spoiled[done_index(g, Done::combine, k.stage)] == 0;
+  const Units units(tokens, g.hidden / N, 1);
+  for (int64_t unit = units.first_unit(); unit < units.count; unit += units.stride()) {
+    const int64_t t = units.row(unit), end = units.end(unit);
     const Base* from = static_cast<const Base*>(base.data) + t * base.stride;
-    Base* to = out + t * g.hidden;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      answers = 0;
-      for (int32_t f = 0; ok && f < c->peers; ++f)
-        if (bit(words + (t + 1) * width, f) && c->masked[f] == 0)
-          rows[answers++] =
-              reinterpret_cast<const Payload*>(DeviceSlot(c->window, c->layout, c->slot(f, k.stage, k.ring)).payload) +
-              t * g.hidden;
-    }
-    __syncthreads();
-    for (int64_t v = threadIdx.x; v < vectors; v += blockDim.x) {
+    const int32_t* mask = words + (t + 1) * width;
+    for (int64_t v = units.begin(unit) + threadIdx.x % 32; v < end; v += 32) {
       float acc[N];
       if (ok) {
         load<N>(acc, from + v * N);
-        for (int i = 0; i < answers; ++i) {
+        for (int32_t f = 0; f < c.peers; ++f) {
+          if (!bit(mask, f) || c.masked[f] != 0) continue;
           float part[N];
-          load<N>(part, rows[i] + v * N);
+          load<N>(part,
+                  reinterpret_cast<const Payload*>(DeviceSlot(c.window, c.layout, c.slot(f, k.stage, k.ring)).payload) +
+                      t * g.hidden + v * N);
 #pragma unroll
           for (int j = 0; j < N; ++j) acc[j] += part[j];
         }
@@ -142,17 +136,17 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int j = 0; j < N; ++j) acc[j] = NAN;
       }
-      store<N>(to + v * N, acc);
+      store<N>(out + t * g.hidden + v * N, acc);
     }
   }
 
   bool spoiled;
-  if (!last_cta(c, Done::combine, k.stage < 0 ? g.stages : k.stage, !ok, spoiled) || spoiled) return;
-  for (int32_t f = threadIdx.x; f < c->peers; f += blockDim.x)
-    if (c->masked[f] == 0) store_release(flag_of(c->window, c->layout, c->slot(f, k.stage, k.ring)), kEmpty);
+  if (!last_cta<false>(c, Done::combine, k.stage < 0 ? g.stages : k.stage, !ok, spoiled) || spoiled) return;
+  for (int32_t f = threadIdx.x; f < c.peers; f += blockDim.x)
+    if (c.masked[f] == 0) store_relaxed(flag_of(c.window, c.layout, c.slot(f, k.stage, k.ring)), kEmpty);
   if (threadIdx.x == 0) {
-    c->ring[k.stage * g.depth + k.ring] = -1;
-    atomicAdd(reinterpret_cast<unsigned long long*>(&c->counters[k_combines]), 1ull);
+    c.ring[k.stage * g.depth + k.ring] = -1;
+    count_up(&c.state->counters[k_combines], 1);
   }
 }
 
@@ -170,22 +164,20 @@ void visit(int64_t type, F&& f) {
 
 }  // namespace
 
-void launch_combine(DeviceControl* c, const Geometry& g, const int32_t* ticket, DeviceRows base, DType base_type,
-                    void* out, const int32_t* port, cudaStream_t stream) {
+void launch_combine(const DeviceControl& c, const int32_t* ticket, DeviceRows base, DType base_type, void* out,
+                    const int32_t* port, cudaStream_t stream) {
   const int64_t tokens = base.count;
-  const bool fused = tokens <= kFusedCtas;
+  const bool fused = tokens <= kFusedTokens;
   if (!fused) await_kernel<<<1, 32, 0, stream>>>(c, ticket, port, tokens);
-  visit(g.dtype, [&](auto payload) {
+  visit(c.geometry.dtype, [&](auto payload) {
     visit(base_type, [&](auto b) {
       using Payload = decltype(payload);
       using Base = decltype(b);
-      const int64_t most = fused ? (tokens > 0 ? tokens : 1) : (tokens < kSumCtas ? tokens : kSumCtas);
+      auto* to = static_cast<Base*>(out);
       if (fused) {
-        combine_kernel<Payload, Base, true>
-            <<<static_cast<unsigned>(most), kThreads, 0, stream>>>(c, ticket, base, static_cast<Base*>(out), port);
+        combine_kernel<Payload, Base, true><<<kFusedCtas, kThreads, 0, stream>>>(c, ticket, base, to, port);
       } else {
-        combine_kernel<Payload, Base, false>
-            <<<static_cast<unsigned>(most), kThreads, 0, stream>>>(c, ticket, base, static_cast<Base*>(out), port);
+        combine_kernel<Payload, Base, false><<<kSumCtas, kThreads, 0, stream>>>(c, ticket, base, to, port);
       }
     });
   });

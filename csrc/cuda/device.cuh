@@ -1,8 +1,8 @@
-// device.cuh: the vocabulary of the CUDA kernels: a window's control block in device memory, flags, waits, errors.
+// device.cuh: the vocabulary of the CUDA kernels: a window as a kernel sees it, flags, errors, warps.
 //
-// Memory order. A flag is stored with st.release.sys by one thread after every CTA that wrote has passed
-// __syncthreads, __threadfence_system and an atomic count; it is read with ld.acquire.sys by a thread of every CTA that
-// reads, before a __syncthreads. Between the two lie only relaxed stores and loads of the same flag.
+// Memory order. Every CTA that wrote passes __syncthreads; its thread 0 then fences (system scope) and counts itself
+// done. Who finds itself last stores the flags with st.release.sys. A flag is read with ld.acquire.sys by a thread of
+// every CTA that reads, before a __syncthreads or __syncwarp. docs/protocol.md argues why no reset is lost.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,23 +13,36 @@
 
 namespace afd {
 
-// A Control whose pointers are device addresses, and what only kernels need. reset() changes what stands in here, never
-// where it stands, so a captured graph stays valid.
+constexpr int64_t kMaxTopk = 64;  // checked at construction: choices of a token kept by two per lane
+constexpr int kNearPeers = 16;    // peers whose addresses ride in the kernel's parameters
+constexpr int kMailbox = 4;       // entries; arrive n + kMailbox is launched only after reply n
+constexpr int kMailWords = 4;
+enum MailWord { kMailSequence = 0, kMailCount = 1, kMailLayer = 2, kMailRows = 3 };
+
+// What reset() and the kernels change, in device memory that is never freed: captured graphs hold its address.
+struct DeviceState {
+  int32_t generation;
+  int32_t failed;  // as Control::failed
+  int32_t cursor;
+  int32_t reserved;
+  int64_t arrivals;  // items so far, empty ones too
+  int64_t counters[kCounters];
+};
+
+// A window as a kernel sees it, passed by value: geometry, layout and addresses, none of which reset() changes. The
+// pointers of the Control are device addresses here; its scalars generation, failed, cursor and counters are not used,
+// `state` has them.
 struct DeviceControl : Control {
-  Control* mapped;         // the host's Control, in mapped memory: abort, failed; `records` of this one lies there too
+  DeviceState* state;
+  Control* mapped;         // the host's Control, in mapped memory: abort, failed
   int32_t* mapped_region;  // its region array: what the host knows of the peers
   int32_t* claimed;        // [peers + 1]: which error records are taken; PCIe has no compare-and-swap with the CPU
   uint32_t* done;          // [done_words]: CTAs that have finished
   uint32_t* spoiled;       // [done_words]: some CTA found a reason not to publish
   int64_t* mailbox;        // mapped [kMailbox, kMailWords]
   int32_t* gone;           // mapped [peers]: set by the host when a peer's process ended
-  int64_t arrivals;        // items so far, empty ones too
+  char* near[kNearPeers];  // the first of `peer`
 };
-
-constexpr int64_t kMaxTopk = 64;  // checked at construction: choices of a token kept in shared memory
-constexpr int kMailbox = 4;
-constexpr int kMailWords = 8;  // sequence (last written), count, layer, rows
-enum MailWord { kMailSequence = 0, kMailCount = 1, kMailLayer = 2, kMailRows = 3 };
 
 // Counters of finished CTAs: one per op and stage, because stages run on different streams.
 enum class Done { dispatch, combine, reply };
@@ -39,6 +52,8 @@ __host__ __device__ inline int64_t done_index(const Geometry& g, Done which, int
 __host__ __device__ inline int64_t done_words(const Geometry& g) { return 3 * (g.stages + 1); }
 
 #if defined(__CUDACC__)
+
+constexpr unsigned kWarp = 0xffffffffu;
 
 __device__ __forceinline__ int32_t load_acquire(const int32_t* p) {
   int32_t v;
@@ -64,6 +79,14 @@ __device__ __forceinline__ int64_t global_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
   return static_cast<int64_t>(t);
+}
+
+__device__ __forceinline__ void count_up(int64_t* counter, int64_t n) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(n));
+}
+
+__device__ __forceinline__ char* peer_window(const DeviceControl& c, int32_t peer) {
+  return peer < kNearPeers ? c.near[peer] : c.peer[peer];
 }
 
 __device__ __forceinline__ int32_t* flag_of(char* window, const Layout& l, int64_t slot) {
@@ -94,6 +117,8 @@ __device__ __forceinline__ bool bit(const int32_t* mask, int64_t f) {
   return (static_cast<uint32_t>(mask[f / 32]) >> (f % 32)) & 1;
 }
 
+// Errors, as control.cpp has them for the host.
+
 __device__ inline ErrorRecord error_at(Kind kind, Op op, int32_t layer, int32_t peer, int32_t stage, int64_t ring,
                                        int64_t sequence) {
   ErrorRecord r{};
@@ -107,44 +132,50 @@ __device__ inline ErrorRecord error_at(Kind kind, Op op, int32_t layer, int32_t 
   return r;
 }
 
+__device__ inline void tell_host(int32_t* mapped, int32_t value) {
+  *reinterpret_cast<volatile int32_t*>(mapped) = value;
+}
+__device__ inline int32_t ask_host(const int32_t* mapped) { return *reinterpret_cast<const volatile int32_t*>(mapped); }
+
+__device__ inline bool has_failed(const DeviceControl& c) { return ask_host(&c.state->failed) != 0; }
+
 // Body, system fence, valid word: the host may look at any moment.
-__device__ inline void record_error(DeviceControl* c, ErrorRecord r) {
-  const int32_t index = r.peer >= 0 ? r.peer : c->peers;
-  if (atomicCAS(&c->claimed[index], 0, 1) != 0) return;
+__device__ inline void record_error(const DeviceControl& c, ErrorRecord r) {
+  const int32_t index = r.peer >= 0 ? r.peer : c.peers;
+  if (atomicCAS(&c.claimed[index], 0, 1) != 0) return;
   r.claimed = 1;
   r.valid = 0;
-  r.generation = c->generation;
-  c->records[index] = r;
+  r.generation = c.state->generation;
+  c.records[index] = r;
   __threadfence_system();
-  *reinterpret_cast<volatile int32_t*>(&c->records[index].valid) = 1;
+  tell_host(&c.records[index].valid, 1);
 }
 
-__device__ inline void poison_peer(DeviceControl* c, int32_t peer) {
-  store_relaxed(sticky_of(c->peer[peer], c->layout, c->role_rank), kPoisoned);
+__device__ inline void poison_peer(const DeviceControl& c, int32_t peer) {
+  store_relaxed(sticky_of(peer_window(c, peer), c.layout, c.role_rank), kPoisoned);
 }
 
-// Stops this window, as control.cpp's fail() does on the host.
-__device__ inline void fail(DeviceControl* c, const ErrorRecord& r) {
+// Stops this window.
+__device__ inline void fail(const DeviceControl& c, const ErrorRecord& r) {
   record_error(c, r);
-  const int32_t which = 1 + (r.peer >= 0 ? r.peer : c->peers);
-  if (atomicCAS(&c->failed, 0, which) == 0) {
+  const int32_t which = 1 + (r.peer >= 0 ? r.peer : c.peers);
+  if (atomicCAS(&c.state->failed, 0, which) == 0) {
     __threadfence_system();
-    *reinterpret_cast<volatile int32_t*>(&c->mapped->failed) = which;
+    tell_host(&c.mapped->failed, which);
   }
-  for (int32_t p = 0; p < c->peers; ++p) poison_peer(c, p);
+  for (int32_t p = 0; p < c.peers; ++p) poison_peer(c, p);
 }
 
 // F: closes one region; its owner is told, the others are served on.
-__device__ inline void close_region(DeviceControl* c, const ErrorRecord& r) {
+__device__ inline void close_region(const DeviceControl& c, const ErrorRecord& r) {
   record_error(c, r);
-  c->region[r.peer] = kPoisoned;
-  *reinterpret_cast<volatile int32_t*>(&c->mapped_region[r.peer]) = kPoisoned;
+  store_relaxed(&c.region[r.peer], kPoisoned);
+  tell_host(&c.mapped_region[r.peer], kPoisoned);
   poison_peer(c, r.peer);
 }
 
-// The sticky word of a peer.
-__device__ __forceinline__ int32_t peer_state(DeviceControl* c, int32_t peer) {
-  return load_relaxed(sticky_of(c->window, c->layout, peer));
+__device__ inline int32_t peer_state(const DeviceControl& c, int32_t peer) {
+  return load_relaxed(sticky_of(c.window, c.layout, peer));
 }
 
 __device__ inline ErrorRecord peer_ended(ErrorRecord r, int32_t peer, int32_t sticky) {
@@ -158,31 +189,54 @@ struct Lane {
   int32_t layer, stage;  // stage -1: the port was never filled
 };
 
-__device__ inline Lane read_port(const DeviceControl* c, const int32_t* port) {
-  if (port[kPortMagicWord] != kPortMagic || port[kPortStage] < 0 || port[kPortStage] >= c->geometry.stages)
-    return {-1, -1};
-  return {port[kPortLayer], port[kPortStage]};
+__device__ inline Lane read_port(const DeviceControl& c, const int32_t* port) {
+  const int4 w = *reinterpret_cast<const int4*>(port);
+  if (w.x != kPortMagic || w.z < 0 || w.z >= c.geometry.stages || w.y < 0) return {-1, -1};
+  return {w.y, w.z};
 }
 
-// Every CTA of a kernel calls this after its last access; true in the last one, which sees what all others did.
-__device__ inline bool last_cta(DeviceControl* c, Done which, int64_t stage, bool spoil, bool& any_spoiled) {
+// Every CTA of a kernel calls this after its last access; true in the last one, which sees what all others did. The
+// caller says at which scope that matters: the whole system if peers will read what the CTAs wrote.
+template <bool kSystem>
+__device__ inline bool last_cta(const DeviceControl& c, Done which, int64_t stage, bool spoil, bool& any_spoiled) {
   __shared__ int32_t last, bad;
   __syncthreads();
   if (threadIdx.x == 0) {
-    const int64_t i = done_index(c->geometry, which, stage);
-    if (spoil) atomicOr(&c->spoiled[i], 1u);
-    __threadfence_system();
-    last = atomicAdd(&c->done[i], 1u) == gridDim.x - 1;
+    const int64_t i = done_index(c.geometry, which, stage);
+    if (spoil) atomicOr(&c.spoiled[i], 1u);
+    kSystem ? __threadfence_system() : __threadfence();
+    last = atomicAdd(&c.done[i], 1u) == gridDim.x - 1;
     if (last) {
-      __threadfence_system();
-      bad = atomicExch(&c->spoiled[i], 0u) != 0;
-      c->done[i] = 0;
+      __threadfence();
+      bad = atomicExch(&c.spoiled[i], 0u) != 0;
+      c.done[i] = 0;
     }
   }
   __syncthreads();
   any_spoiled = last && bad;
   return last;
 }
+
+// Rows in work units for warps: a unit is a segment of a row, so that a short batch occupies all warps and a long one
+// reads its plan once per row. Vectors are 16 bytes.
+struct Units {
+  int64_t segments, span, count, vectors;
+  __device__ Units(int64_t rows, int64_t vectors_, int unroll) : vectors(vectors_) {
+    const int64_t warps = static_cast<int64_t>(gridDim.x) * (blockDim.x / 32);
+    const int64_t most = (vectors + 32 * unroll - 1) / (32 * unroll), spare = rows > 0 ? warps / rows : 1;
+    segments = spare < 1 ? 1 : (spare < most ? spare : most);
+    span = ((vectors + segments - 1) / segments + 31) / 32 * 32;
+    count = rows * segments;
+  }
+  __device__ int64_t first_unit() const { return static_cast<int64_t>(threadIdx.x / 32) * gridDim.x + blockIdx.x; }
+  __device__ int64_t stride() const { return static_cast<int64_t>(gridDim.x) * (blockDim.x / 32); }
+  __device__ int64_t row(int64_t unit) const { return unit / segments; }
+  __device__ int64_t begin(int64_t unit) const { return unit % segments * span; }
+  __device__ int64_t end(int64_t unit) const {
+    const int64_t e = begin(unit) + span;
+    return e < vectors ? e : vectors;
+  }
+};
 
 template <typename T>
 struct Elements {
@@ -207,17 +261,19 @@ __device__ __forceinline__ __half from_float<__half>(float v) {
   return __float2half_rn(v);
 }
 
+template <typename T>
+__device__ __forceinline__ void unpack(float* out, const int4& v) {
+  const T* e = reinterpret_cast<const T*>(&v);
+#pragma unroll
+  for (int j = 0; j < Elements<T>::kPerVector; ++j) out[j] = to_float(e[j]);
+}
+
 // N elements from or to 16-byte aligned memory.
 template <int N, typename T>
 __device__ __forceinline__ void load(float (&out)[N], const T* p) {
   constexpr int per = Elements<T>::kPerVector;
 #pragma unroll
-  for (int i = 0; i < N / per; ++i) {
-    const int4 v = reinterpret_cast<const int4*>(p)[i];
-    const T* e = reinterpret_cast<const T*>(&v);
-#pragma unroll
-    for (int j = 0; j < per; ++j) out[i * per + j] = to_float(e[j]);
-  }
+  for (int i = 0; i < N / per; ++i) unpack<T>(out + i * per, reinterpret_cast<const int4*>(p)[i]);
 }
 
 template <int N, typename T>

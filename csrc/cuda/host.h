@@ -10,10 +10,9 @@ constexpr int64_t kSharedBytes = 48 * 1024;  // what a kernel gets without askin
 
 struct DeviceWindow {
   int device = -1;
-  DeviceControl* control = nullptr;  // in device memory, never freed: captured graphs hold its address
-  DeviceControl image{};             // its content at construction: what reset() restores, less generation and arrivals
-  cudaStream_t stream = nullptr;     // the host's own words go here, beside whatever waits
-  int64_t expected = 0;              // sequence of the last item that the host has read from the mailbox
+  DeviceControl control{};        // what kernels are launched with
+  cudaStream_t stream = nullptr;  // the host's own words go here, beside whatever waits
+  int64_t expected = 0;           // sequence of the last item that the host has read from the mailbox
 };
 
 // The device half of a window that `adopt` has built. Raises if there is none.

@@ -31,17 +31,17 @@ struct DeviceRows {
 void launch_plan(DeviceIds ids, int64_t tokens, int64_t topk, const int32_t* expert_map, int64_t num_experts,
                  int64_t ffn_size, int64_t local_experts, Position* position, int32_t* counts, int32_t* masks,
                  cudaStream_t stream);
-void launch_dispatch(DeviceControl* c, const Geometry& g, DeviceRows x, DeviceIds ids, DeviceWeights weights,
-                     const int32_t* port, int32_t* ticket, cudaStream_t stream);
-void launch_combine(DeviceControl* c, const Geometry& g, const int32_t* ticket, DeviceRows base, DType base_type,
-                    void* out, const int32_t* port, cudaStream_t stream);
-void launch_arrive(DeviceControl* c, const Geometry& g, int64_t slots, int32_t* item, cudaStream_t stream);
-void launch_receive(DeviceControl* c, const Geometry& g, const int32_t* item, char* rows, int64_t capacity,
-                    int32_t* offsets, cudaStream_t stream);
-void launch_reply(DeviceControl* c, const Geometry& g, DeviceRows expert_out, const int32_t* item, cudaStream_t stream);
+void launch_dispatch(const DeviceControl& c, DeviceRows x, DeviceIds ids, DeviceWeights weights, const int32_t* port,
+                     int32_t* ticket, cudaStream_t stream);
+void launch_combine(const DeviceControl& c, const int32_t* ticket, DeviceRows base, DType base_type, void* out,
+                    const int32_t* port, cudaStream_t stream);
+void launch_arrive(const DeviceControl& c, int32_t* item, cudaStream_t stream);
+void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, int64_t capacity, int32_t* offsets,
+                    cudaStream_t stream);
+void launch_reply(const DeviceControl& c, DeviceRows expert_out, const int32_t* item, cudaStream_t stream);
 
 // Host words into a window: what poison(), leave() and the process watch do from outside the ops' streams.
-void launch_sticky(DeviceControl* c, int32_t sticky, cudaStream_t stream);
+void launch_sticky(const DeviceControl& c, int32_t sticky, cudaStream_t stream);
 
 // Loads every kernel now: the first launch of a lazily loaded kernel behind a waiting one would deadlock.
 cudaError_t preload();

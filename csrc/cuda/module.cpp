@@ -66,7 +66,7 @@ cudaError_t device_array(T** out, int64_t n, cudaStream_t stream) {
 
 // The words that reset() puts back: rings free, nothing taken.
 cudaError_t clear_state(DeviceWindow& w) {
-  const DeviceControl& c = w.image;
+  const DeviceControl& c = w.control;
   const Geometry& g = c.geometry;
   cudaError_t e = cudaSuccess;
   const auto fill = [&](void* p, int value, int64_t bytes) {
@@ -86,7 +86,7 @@ cudaError_t clear_state(DeviceWindow& w) {
 
 // Every byte a peer may have written that means something: flags, sticky words, headers.
 cudaError_t clear_window(DeviceWindow& w) {
-  const DeviceControl& c = w.image;
+  const DeviceControl& c = w.control;
   cudaError_t e = cudaMemsetAsync(c.window, 0, c.layout.slots, w.stream);
   if (e == cudaSuccess)
     e = cudaMemset2DAsync(c.window + c.layout.slots, c.layout.slot_bytes, 0, c.layout.position, c.slots(), w.stream);
@@ -99,13 +99,13 @@ PyObject* adopt(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "LLi", &id, &address, &device)) return nullptr;
   auto* host = reinterpret_cast<Control*>(address);
   const Geometry& g = host->geometry;
-  if (g.topk > kMaxTopk || (g.num_experts + g.ffn_size) * 4 > kSharedBytes || host->slots() > kSharedBytes / 2) {
+  if (g.topk > kMaxTopk || (g.num_experts + g.ffn_size) * 4 > kSharedBytes || host->slots() > kSharedBytes / 8) {
     PyErr_Format(
         PyExc_ValueError,
         "topk is %lld, num_experts + ffn_size is %lld, slots are %lld; on CUDA expected at most %lld, %lld, %lld",
         static_cast<long long>(g.topk), static_cast<long long>(g.num_experts + g.ffn_size),
         static_cast<long long>(host->slots()), static_cast<long long>(kMaxTopk),
-        static_cast<long long>(kSharedBytes / 4), static_cast<long long>(kSharedBytes / 2));
+        static_cast<long long>(kSharedBytes / 4), static_cast<long long>(kSharedBytes / 8));
     return nullptr;
   }
   const OnDevice on(device);
@@ -121,8 +121,8 @@ PyObject* adopt(PyObject*, PyObject* args) {
   auto* w = new DeviceWindow;  // never freed, like the Control
   w->device = device;
   CUDA_OR_RETURN(cudaStreamCreateWithFlags(&w->stream, cudaStreamNonBlocking));
-  static_cast<Control&>(w->image) = *host;
-  DeviceControl& c = w->image;
+  static_cast<Control&>(w->control) = *host;
+  DeviceControl& c = w->control;
   c.mapped = host;
   c.mapped_region = host->region;
   const auto upload = [w](auto** out, int64_t n) {
@@ -152,9 +152,9 @@ PyObject* adopt(PyObject*, PyObject* args) {
   std::memset(mapped, 0, mapped_bytes);
   c.mailbox = static_cast<int64_t*>(mapped);
   c.gone = reinterpret_cast<int32_t*>(c.mailbox + kMailbox * kMailWords);
+  for (int32_t p = 0; p < c.peers && p < kNearPeers; ++p) c.near[p] = host->peer[p];
+  CUDA_OR_RETURN(device_array(&c.state, 1, w->stream));
   CUDA_OR_RETURN(clear_state(*w));
-  CUDA_OR_RETURN(cudaMalloc(reinterpret_cast<void**>(&w->control), sizeof(DeviceControl)));
-  CUDA_OR_RETURN(cudaMemcpyAsync(w->control, &w->image, sizeof(DeviceControl), cudaMemcpyHostToDevice, w->stream));
   CUDA_OR_RETURN(clear_window(*w));
   CUDA_OR_RETURN(cudaStreamSynchronize(w->stream));
   g_device_windows[id].store(w);
@@ -198,10 +198,10 @@ PyObject* rewind(PyObject*, PyObject* args) {
   CUDA_OR_RETURN(clear_window(*w));
   CUDA_OR_RETURN(clear_state(*w));
   const int32_t zero = 0;
-  CUDA_OR_RETURN(cudaMemcpyAsync(&w->control->failed, &zero, 4, cudaMemcpyHostToDevice, w->stream));
-  CUDA_OR_RETURN(cudaMemcpyAsync(&w->control->cursor, &zero, 4, cudaMemcpyHostToDevice, w->stream));
+  CUDA_OR_RETURN(cudaMemcpyAsync(&w->control.state->failed, &zero, 4, cudaMemcpyHostToDevice, w->stream));
+  CUDA_OR_RETURN(cudaMemcpyAsync(&w->control.state->cursor, &zero, 4, cudaMemcpyHostToDevice, w->stream));
   // Mail that nobody has read belongs to the generation that ends.
-  CUDA_OR_RETURN(cudaMemcpyAsync(&w->expected, &w->control->arrivals, 8, cudaMemcpyDeviceToHost, w->stream));
+  CUDA_OR_RETURN(cudaMemcpyAsync(&w->expected, &w->control.state->arrivals, 8, cudaMemcpyDeviceToHost, w->stream));
   CUDA_OR_RETURN(cudaStreamSynchronize(w->stream));
   Py_RETURN_NONE;
 }
@@ -211,8 +211,8 @@ PyObject* resume(PyObject*, PyObject* args) {
   DeviceWindow* w = window_of(args);
   if (w == nullptr) return nullptr;
   const OnDevice on(w->device);
-  const int32_t generation = w->image.mapped->generation;
-  CUDA_OR_RETURN(cudaMemcpyAsync(&w->control->generation, &generation, 4, cudaMemcpyHostToDevice, w->stream));
+  const int32_t generation = w->control.mapped->generation;
+  CUDA_OR_RETURN(cudaMemcpyAsync(&w->control.state->generation, &generation, 4, cudaMemcpyHostToDevice, w->stream));
   CUDA_OR_RETURN(cudaStreamSynchronize(w->stream));
   Py_RETURN_NONE;
 }
@@ -222,7 +222,7 @@ PyObject* peer_gone(PyObject*, PyObject* args) {
   int peer = 0;
   if (!PyArg_ParseTuple(args, "Li", &id, &peer)) return nullptr;
   DeviceWindow& w = *g_device_windows[id].load();
-  atomic(w.image.gone[peer]).store(1);
+  atomic(w.control.gone[peer]).store(1);
   Py_RETURN_NONE;
 }
 
@@ -233,7 +233,7 @@ PyObject* mask(PyObject*, PyObject* args) {
   DeviceWindow& w = *g_device_windows[id].load();
   const OnDevice on(w.device);
   const int32_t one = 1;
-  CUDA_OR_RETURN(cudaMemcpyAsync(&w.image.masked[peer], &one, 4, cudaMemcpyHostToDevice, w.stream));
+  CUDA_OR_RETURN(cudaMemcpyAsync(&w.control.masked[peer], &one, 4, cudaMemcpyHostToDevice, w.stream));
   CUDA_OR_RETURN(cudaStreamSynchronize(w.stream));
   Py_RETURN_NONE;
 }
@@ -243,7 +243,7 @@ PyObject* next_item(PyObject*, PyObject* args) {
   long long id = 0, timeout_ns = 0;
   if (!PyArg_ParseTuple(args, "LL", &id, &timeout_ns)) return nullptr;
   DeviceWindow& w = *g_device_windows[id].load();
-  int64_t* mail = w.image.mailbox + w.expected % kMailbox * kMailWords;
+  int64_t* mail = w.control.mailbox + w.expected % kMailbox * kMailWords;
   bool there = false;
   Py_BEGIN_ALLOW_THREADS;
   Backoff backoff;
@@ -263,12 +263,12 @@ PyObject* fetch_stats(PyObject*, PyObject* args) {
   DeviceWindow* w = window_of(args);
   if (w == nullptr) return nullptr;
   const OnDevice on(w->device);
-  Control& host = *w->image.mapped;
+  Control& host = *w->control.mapped;
+  CUDA_OR_RETURN(cudaMemcpyAsync(host.counters, w->control.state->counters, sizeof(host.counters),
+                                 cudaMemcpyDeviceToHost, w->stream));
   CUDA_OR_RETURN(
-      cudaMemcpyAsync(host.counters, w->control->counters, sizeof(host.counters), cudaMemcpyDeviceToHost, w->stream));
-  CUDA_OR_RETURN(
-      cudaMemcpyAsync(host.bytes_sent, w->image.bytes_sent, host.peers * 8, cudaMemcpyDeviceToHost, w->stream));
-  CUDA_OR_RETURN(cudaMemcpyAsync(host.ring, w->image.ring, host.geometry.stages * host.geometry.depth * 8,
+      cudaMemcpyAsync(host.bytes_sent, w->control.bytes_sent, host.peers * 8, cudaMemcpyDeviceToHost, w->stream));
+  CUDA_OR_RETURN(cudaMemcpyAsync(host.ring, w->control.ring, host.geometry.stages * host.geometry.depth * 8,
                                  cudaMemcpyDeviceToHost, w->stream));
   CUDA_OR_RETURN(cudaStreamSynchronize(w->stream));
   Py_RETURN_NONE;

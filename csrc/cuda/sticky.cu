@@ -16,17 +16,17 @@ cudaError_t preload_reply();
 
 namespace {
 
-__global__ void sticky_kernel(DeviceControl* c, int32_t sticky) {
+__global__ void sticky_kernel(const __grid_constant__ DeviceControl c, int32_t sticky) {
   if (sticky == kPoisoned && threadIdx.x == 0) fail(c, error_at(Kind::Failed, Op::host, -1, -1, -1, -1, -1));
-  for (int32_t p = threadIdx.x; p < c->peers; p += blockDim.x) {
-    int32_t* w = sticky_of(c->peer[p], c->layout, c->role_rank);
+  for (int32_t p = threadIdx.x; p < c.peers; p += blockDim.x) {
+    int32_t* w = sticky_of(peer_window(c, p), c.layout, c.role_rank);
     if (load_relaxed(w) < sticky) store_relaxed(w, sticky);
   }
 }
 
 }  // namespace
 
-void launch_sticky(DeviceControl* c, int32_t sticky, cudaStream_t stream) {
+void launch_sticky(const DeviceControl& c, int32_t sticky, cudaStream_t stream) {
   sticky_kernel<<<1, 64, 0, stream>>>(c, sticky);
 }
 
