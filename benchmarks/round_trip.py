@@ -3,10 +3,10 @@
     python benchmarks/round_trip.py [--tokens 1,16,128] [--hidden 7168] [--paths ours,floor] [--out FILE] [--profile]
 
 One attention rank and one FFN rank, a process and a GPU each, over an NVSHMEM window; top-8 of 32 experts, all on the
-FFN rank. `ours` is the period of a free-running chain: both sides are captured graphs, the FFN side (arrive, receive, an
-expert-specific scale of the first 64 columns, reply) is launched ahead of arrivals, no host in the loop, each dispatch's
-input the output before. `drained` is one pair alone, host-synchronised before and after. Results are checked before and
-after timing. `--profile` prints the kernels of both ranks instead.
+FFN rank. `ours` is the period of a free-running chain: both sides are captured graphs, the FFN side (arrive, receive,
+an expert-specific scale of the first 64 columns, reply) is launched ahead of arrivals, no host in the loop, each
+dispatch's input the output before. `drained` is one pair alone, host-synchronised before and after. Results are checked
+before and after timing. `--profile` prints the kernels of both ranks.
 
 `floor` = two puts of T rows + one write and one read of the expert-grouped rows at the measured copy rate.
 """

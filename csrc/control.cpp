@@ -5,6 +5,7 @@
 
 #include <array>
 #include <chrono>
+#include <cstring>
 
 namespace afd {
 
@@ -104,10 +105,10 @@ void record(Control& c, ErrorRecord r) {
   ErrorRecord& slot = c.records[r.peer >= 0 ? r.peer : c.peers];
   int32_t expected = 0;
   if (!atomic(slot.claimed).compare_exchange_strong(expected, 1)) return;
-  r.claimed = 1;
-  r.valid = 0;
   r.generation = c.generation;
-  slot = r;
+  // The body alone: other threads look at `claimed` and `valid` meanwhile.
+  constexpr size_t body = offsetof(ErrorRecord, kind);
+  std::memcpy(&slot.kind, &r.kind, sizeof(ErrorRecord) - body);
   atomic(slot.valid).store(1, std::memory_order_release);
 }
 
@@ -137,11 +138,16 @@ void close_region(Control& c, const ErrorRecord& r) {
   poison_peer(c, r.peer);
 }
 
-void raise_failed(const Control& c, Op op) {
-  ErrorRecord& r = c.records[c.failed - 1];
+const ErrorRecord& first_error(Control& c) {
+  ErrorRecord& r = c.records[atomic(c.failed).load() - 1];
   while (atomic(r.valid).load(std::memory_order_acquire) == 0) {
     // another thread of this process is between its claim and its last store
   }
+  return r;
+}
+
+void raise_failed(Control& c, Op op) {
+  const ErrorRecord& r = first_error(c);
   raise(static_cast<Kind>(r.kind), op, describe(c, r));
 }
 

@@ -139,6 +139,16 @@ inline ErrorRecord where(Op op, int32_t layer, int32_t stage, int64_t ring, int6
   r.sequence = sequence;
   return r;
 }
+// A flag word that is neither EMPTY nor READY.
+inline ErrorRecord bad_flag(ErrorRecord r, int32_t peer, int32_t seen) {
+  r.kind = static_cast<int32_t>(Kind::Protocol);
+  r.field = static_cast<int32_t>(Field::flags);
+  r.peer = peer;
+  r.expected = kReady;
+  r.seen = seen;
+  return r;
+}
+
 // The peer that ended, by its sticky word.
 inline ErrorRecord ended(ErrorRecord r, int32_t peer, int32_t sticky) {
   r.kind = static_cast<int32_t>(sticky == kLeft ? Kind::PeerLeft : Kind::PeerFailed);
@@ -155,7 +165,9 @@ void poison_peer(Control& c, int32_t peer, int32_t sticky = kPoisoned);
 void fail(Control& c, const ErrorRecord& r);
 // F: close one region and tell its owner; the others are served on.
 void close_region(Control& c, const ErrorRecord& r);
-[[noreturn]] void raise_failed(const Control& c, Op op);
+// The record of the error that stopped this window; call only when `failed` is set.
+const ErrorRecord& first_error(Control& c);
+[[noreturn]] void raise_failed(Control& c, Op op);
 
 // An op's stay inside a window: refuses an unknown, closed, failed or wrong-role one; close() and reset() wait for it.
 class Entry {

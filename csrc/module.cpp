@@ -301,12 +301,11 @@ PyObject* check(PyObject*, PyObject* args) {
   for (int32_t p = 0; c->role == kAttention && c->on_device == 0 && p < c->peers && atomic(c->failed).load() == 0;
        ++p) {
     const int32_t sticky = atomic(word(c->window, c->layout.sticky, p)).load(std::memory_order_acquire);
-    if (sticky >= kPoisoned && atomic(c->masked[p]).load() == 0)
+    if (sticky != kAlive && sticky != kLeft && atomic(c->masked[p]).load() == 0)
       fail(*c, ended(where(Op::host, -1, -1, -1, -1), p, sticky));
   }
-  const int32_t failed = atomic(c->failed).load();
-  if (failed == 0) Py_RETURN_NONE;
-  return to_dict(*c, c->records[failed - 1]);
+  if (atomic(c->failed).load() == 0) Py_RETURN_NONE;
+  return to_dict(*c, first_error(*c));
 }
 
 PyObject* errors(PyObject*, PyObject* args) {

@@ -74,11 +74,15 @@ int32_t choose(Control& c, int32_t* item) {
   for (int64_t i = 0; i < slots; ++i) {
     const int64_t index = (c.cursor + i) % slots;
     const auto region = static_cast<int32_t>(index / c.layout.slots_per_region);
-    if (c.region[region] != kAlive || c.taken[index].sequence >= 0 ||
-        flag(c.window, c.layout, index).load(std::memory_order_acquire) != kReady)
-      continue;
+    if (c.region[region] != kAlive || c.taken[index].sequence >= 0) continue;
+    const int32_t seen = flag(c.window, c.layout, index).load(std::memory_order_acquire);
+    if (seen == kEmpty) continue;
     const auto stage = static_cast<int32_t>(index / c.geometry.depth % c.geometry.stages);
     const auto ring = static_cast<int32_t>(index % c.geometry.depth);
+    if (seen != kReady) {
+      close_region(c, bad_flag(where(Op::arrive, -1, stage, ring, -1), region, seen));
+      continue;
+    }
     SlotHeader h;
     if (!admit(c, index, region, stage, ring, h)) continue;
     Taken& taken = c.taken[index];

@@ -36,12 +36,14 @@ bool masked(Control& c, int32_t f) { return atomic(c.masked[f]).load() != 0; }
 void wait_for_replies(Control& c, const Ticket& k) {
   Backoff backoff;
   for (int32_t f = 0; f < c.peers;) {
-    if (masked(c, f) ||
-        flag(c.window, c.layout, c.slot(f, k.stage, k.ring)).load(std::memory_order_acquire) == kReady) {
+    const int32_t seen =
+        masked(c, f) ? kReady : flag(c.window, c.layout, c.slot(f, k.stage, k.ring)).load(std::memory_order_acquire);
+    if (seen == kReady) {
       ++f;
       continue;
     }
     ErrorRecord r = where(Op::combine, k.layer, k.stage, k.ring, k.sequence);
+    if (seen != kEmpty) stop(c, bad_flag(r, f, seen));
     check_peers(c, r);  // any peer's end stops this window, whichever reply is awaited first
     if (atomic(c.abort).load() != 0) raise(Kind::Aborted, Op::combine, "the window is being reset or closed");
     if (atomic(c.failed).load() != 0) raise_failed(c, Op::combine);

@@ -26,13 +26,13 @@ void dispatch(Control& c, Port port, Rows x, const Ids& ids, const Weights& weig
   int32_t* masks = ticket + width;
   std::vector<Slot> slot;
   std::vector<Position*> position;
+  std::vector<int32_t> counted(g.ffn_size * g.local_experts, 0);  // what lies in a peer's window is never read back
   std::vector<int32_t*> counts;
   for (int64_t f = 0; f < g.ffn_size; ++f) {
     const bool masked = atomic(c.masked[f]).load() != 0;
     slot.emplace_back(c.peer[f], c.layout, c.slot(c.role_rank, port.stage, ring));
     position.push_back(masked ? nullptr : slot[f].position);
-    counts.push_back(slot[f].counts);
-    if (!masked) std::memset(slot[f].counts, 0, g.local_experts * sizeof(int32_t));
+    counts.push_back(counted.data() + f * g.local_experts);
   }
   plan(ids, tokens, g.topk, c.expert_map, g.ffn_size, position.data(), counts.data(), masks, width);
 
@@ -49,7 +49,8 @@ void dispatch(Control& c, Port port, Rows x, const Ids& ids, const Weights& weig
   for (int64_t f = 0; f < g.ffn_size; ++f) {
     if (position[f] == nullptr) continue;
     int32_t routed = 0;
-    for (int64_t e = 0; e < g.local_experts; ++e) routed += slot[f].counts[e];
+    for (int64_t e = 0; e < g.local_experts; ++e) routed += counts[f][e];
+    std::memcpy(slot[f].counts, counts[f], g.local_experts * sizeof(int32_t));
     for (int64_t t = 0; routed > 0 && t < tokens; ++t)
       for (int64_t k = 0; k < g.topk; ++k) slot[f].weight[t * g.topk + k] = weights.at(t, k);
     *slot[f].header = {

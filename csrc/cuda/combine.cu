@@ -14,10 +14,10 @@
 namespace afd {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 constexpr int kFusedTokens = 64;
 constexpr int kFusedCtas = 16;
-constexpr int kSumCtas = 528;
+constexpr int kSumCtas = 264;
 
 struct Ticket {
   int32_t layer, stage, ring;
@@ -112,10 +112,11 @@ __global__ void __launch_bounds__(kThreads)
                                                                                : Elements<Base>::kPerVector;
   const Geometry& g = c.geometry;
   const int64_t tokens = base.count, width = ticket_width(g.ffn_size);
+  const Units units(tokens, g.hidden / N, 1, blockIdx.x, gridDim.x);
+  if (blockIdx.x >= units.ctas) return;
   const Ticket k = read_ticket(c, words, port, tokens, kFused && blockIdx.x == 0);
   const bool ok = kFused ? await_all(c, k, tokens) : k.ok && c.spoiled[done_index(g, Done::combine, k.stage)] == 0;
-  const Units units(tokens, g.hidden / N, 1);
-  for (int64_t unit = units.first_unit(); unit < units.count; unit += units.stride()) {
+  for (int64_t unit = units.first; unit < units.count; unit += units.stride) {
     const int64_t t = units.row(unit), end = units.end(unit);
     const Base* from = static_cast<const Base*>(base.data) + t * base.stride;
     const int32_t* mask = words + (t + 1) * width;
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   bool spoiled;
-  if (!last_cta<false>(c, Done::combine, k.stage < 0 ? g.stages : k.stage, !ok, spoiled) || spoiled) return;
+  if (!last_cta<false>(c, Done::combine, k.stage < 0 ? g.stages : k.stage, units.ctas, !ok, spoiled) || spoiled) return;
   for (int32_t f = threadIdx.x; f < c.peers; f += blockDim.x)
     if (c.masked[f] == 0) store_relaxed(flag_of(c.window, c.layout, c.slot(f, k.stage, k.ring)), kEmpty);
   if (threadIdx.x == 0) {

@@ -195,17 +195,18 @@ __device__ inline Lane read_port(const DeviceControl& c, const int32_t* port) {
   return {w.y, w.z};
 }
 
-// Every CTA of a kernel calls this after its last access; true in the last one, which sees what all others did. The
-// caller says at which scope that matters: the whole system if peers will read what the CTAs wrote.
+// Every CTA that takes part (the first `ctas` of the grid) calls this after its last access; true in the last one,
+// which sees what all others did. The caller says at which scope that matters: the whole system if peers will read it.
 template <bool kSystem>
-__device__ inline bool last_cta(const DeviceControl& c, Done which, int64_t stage, bool spoil, bool& any_spoiled) {
+__device__ inline bool last_cta(const DeviceControl& c, Done which, int64_t stage, int64_t ctas, bool spoil,
+                                bool& any_spoiled) {
   __shared__ int32_t last, bad;
   __syncthreads();
   if (threadIdx.x == 0) {
     const int64_t i = done_index(c.geometry, which, stage);
     if (spoil) atomicOr(&c.spoiled[i], 1u);
     kSystem ? __threadfence_system() : __threadfence();
-    last = atomicAdd(&c.done[i], 1u) == gridDim.x - 1;
+    last = ctas == 1 || atomicAdd(&c.done[i], 1u) == ctas - 1;
     if (last) {
       __threadfence();
       bad = atomicExch(&c.spoiled[i], 0u) != 0;
@@ -217,19 +218,22 @@ __device__ inline bool last_cta(const DeviceControl& c, Done which, int64_t stag
   return last;
 }
 
-// Rows in work units for warps: a unit is a segment of a row, so that a short batch occupies all warps and a long one
-// reads its plan once per row. Vectors are 16 bytes.
+// Rows in work units for warps: a unit is a segment of a row, so that a short batch is cut over many warps and a long
+// one reads its plan once per row. Units fill a CTA before the next: every CTA that takes part costs a fence and a
+// count. Vectors are 16 bytes, `unroll` of them per lane make the shortest segment.
 struct Units {
-  int64_t segments, span, count, vectors;
-  __device__ Units(int64_t rows, int64_t vectors_, int unroll) : vectors(vectors_) {
-    const int64_t warps = static_cast<int64_t>(gridDim.x) * (blockDim.x / 32);
+  int64_t segments, span, count, vectors, first, stride, ctas;
+  __device__ Units(int64_t rows, int64_t vectors_, int unroll, int64_t cta, int64_t grid) : vectors(vectors_) {
+    const int64_t per_cta = blockDim.x / 32, warps = grid * per_cta;
     const int64_t most = (vectors + 32 * unroll - 1) / (32 * unroll), spare = rows > 0 ? warps / rows : 1;
     segments = spare < 1 ? 1 : (spare < most ? spare : most);
     span = ((vectors + segments - 1) / segments + 31) / 32 * 32;
     count = rows * segments;
+    first = cta * per_cta + threadIdx.x / 32;
+    stride = warps;
+    ctas = (count + per_cta - 1) / per_cta;
+    ctas = ctas < 1 ? 1 : (ctas < grid ? ctas : grid);
   }
-  __device__ int64_t first_unit() const { return static_cast<int64_t>(threadIdx.x / 32) * gridDim.x + blockIdx.x; }
-  __device__ int64_t stride() const { return static_cast<int64_t>(gridDim.x) * (blockDim.x / 32); }
   __device__ int64_t row(int64_t unit) const { return unit / segments; }
   __device__ int64_t begin(int64_t unit) const { return unit % segments * span; }
   __device__ int64_t end(int64_t unit) const {

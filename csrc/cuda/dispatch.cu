@@ -18,6 +18,7 @@ constexpr int kUnroll = 4;
 struct Flight {
   Lane lane;
   int64_t sequence, ring, slot;
+  int32_t generation;
   bool ok;
 };
 
@@ -29,7 +30,7 @@ __device__ Flight open_flight(const DeviceControl& c, const int32_t* port) {
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
     const Lane l = read_port(c, port);
-    Flight f{l, -1, -1, -1, false};
+    Flight f{l, -1, -1, -1, c.state->generation, false};
     if (l.stage >= 0) {
       const int64_t sequence = c.next[l.stage];
       int64_t busy = lane < g.depth ? c.ring[l.stage * g.depth + lane] : -1;
@@ -55,21 +56,43 @@ __device__ Flight open_flight(const DeviceControl& c, const int32_t* port) {
   return flight;
 }
 
-__device__ void write_plan(const DeviceControl& c, const Flight& flight, int64_t tokens, const DeviceIds& ids,
-                           const DeviceWeights& weights) {
-  extern __shared__ int32_t running[];  // [experts], then routed [ffn_size]
+// What the plan needs and the flight does not decide: loaded while open_flight waits for its words.
+struct PlanMemory {
+  int2* map;         // [experts]
+  int32_t* running;  // [experts]
+  int32_t* routed;   // [ffn_size]
+  int32_t* skip;     // [ffn_size] masked
+  __device__ PlanMemory(const Geometry& g, void* memory) {
+    map = static_cast<int2*>(memory);
+    running = reinterpret_cast<int32_t*>(map + g.num_experts);
+    routed = running + g.num_experts;
+    skip = routed + g.ffn_size;
+  }
+};
+
+size_t plan_bytes(const Geometry& g) { return g.num_experts * 12 + g.ffn_size * 8; }
+
+__device__ void load_plan(const DeviceControl& c, const PlanMemory& m) {
+  for (int64_t e = threadIdx.x; e < c.geometry.num_experts; e += blockDim.x) {
+    m.map[e] = reinterpret_cast<const int2*>(c.expert_map)[e];
+    m.running[e] = 0;
+  }
+  for (int64_t f = threadIdx.x; f < c.geometry.ffn_size; f += blockDim.x) {
+    m.routed[f] = 0;
+    m.skip[f] = c.masked[f];
+  }
+}
+
+__device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const Flight& flight, int64_t tokens,
+                           const DeviceIds& ids, const DeviceWeights& weights) {
   const Geometry& g = c.geometry;
-  const auto* map = reinterpret_cast<const int2*>(c.expert_map);
-  int32_t* routed = running + g.num_experts;
-  for (int64_t i = threadIdx.x; i < g.num_experts + g.ffn_size; i += blockDim.x) running[i] = 0;
-  __syncthreads();
   rank_choices(
-      ids, tokens, g.topk, g.num_experts, running,
+      ids, tokens, g.topk, g.num_experts, m.running,
       [&](int64_t i, int64_t id, int32_t rank) {
-        const int2 owner = id >= 0 ? map[id] : make_int2(-1, -1);
+        const int2 owner = id >= 0 ? m.map[id] : make_int2(-1, -1);
         const float w = weights.data[i / g.topk * weights.row + i % g.topk * weights.column];
         for (int32_t f = 0; f < c.peers; ++f) {
-          if (c.masked[f] != 0) continue;
+          if (m.skip[f] != 0) continue;
           const DeviceSlot slot(peer_window(c, f), c.layout, flight.slot);
           *reinterpret_cast<int2*>(&slot.position[i]) = owner.x == f ? make_int2(owner.y, rank) : make_int2(-1, -1);
           slot.weight[i] = w;
@@ -84,46 +107,37 @@ __device__ void write_plan(const DeviceControl& c, const Flight& flight, int64_t
         fail(c, r);
       });
   __syncthreads();
+  // A rank's counts beyond the experts it owns were zeroed at construction and are never written.
   for (int64_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) {
-    const int2 owner = map[e];
-    if (c.masked[owner.x] == 0) DeviceSlot(peer_window(c, owner.x), c.layout, flight.slot).counts[owner.y] = running[e];
-    if (running[e] != 0) atomicAdd(&routed[owner.x], running[e]);
+    const int2 owner = m.map[e];
+    if (m.skip[owner.x] == 0) DeviceSlot(peer_window(c, owner.x), c.layout, flight.slot).counts[owner.y] = m.running[e];
+    if (m.running[e] != 0) atomicAdd(&m.routed[owner.x], m.running[e]);
   }
-  for (int32_t f = 0; f < c.peers; ++f)
-    for (int64_t e = c.experts_per_rank[f] + threadIdx.x; e < g.local_experts; e += blockDim.x)
-      if (c.masked[f] == 0) DeviceSlot(peer_window(c, f), c.layout, flight.slot).counts[e] = 0;
   __syncthreads();
   for (int32_t f = threadIdx.x; f < c.peers; f += blockDim.x) {
-    if (c.masked[f] != 0) continue;
+    if (m.skip[f] != 0) continue;
     *DeviceSlot(peer_window(c, f), c.layout, flight.slot).header = {kHeaderMagic,
                                                                     kWireVersion,
-                                                                    c.state->generation,
+                                                                    flight.generation,
                                                                     flight.lane.layer,
                                                                     static_cast<int32_t>(tokens),
                                                                     0,
                                                                     flight.sequence,
-                                                                    routed[f],
+                                                                    m.routed[f],
                                                                     0};
     count_up(&c.bytes_sent[f], tokens * g.topk * static_cast<int64_t>(sizeof(Position) + sizeof(float)) +
                                    static_cast<int64_t>(sizeof(SlotHeader)) + 4 * g.local_experts);
   }
 }
 
-__device__ void copy_rows(const DeviceControl& c, const Flight& flight, const DeviceRows& x, const DeviceIds& ids,
-                          int32_t* ticket) {
+__device__ void copy_rows(const DeviceControl& c, const Units& units, const Flight& flight, const DeviceRows& x,
+                          const DeviceIds& ids, int32_t* ticket) {
   const Geometry& g = c.geometry;
   const auto* map = reinterpret_cast<const int2*>(c.expert_map);
   const int64_t size = itemsize(g.dtype), vectors = g.hidden * size / 16, width = ticket_width(g.ffn_size);
   const int words = static_cast<int>((g.ffn_size + 31) / 32), lane = threadIdx.x % 32;
-  // As in Units, without the plan CTA.
-  constexpr int64_t warps = kCopyCtas * kThreads / 32;
-  const int64_t most = (vectors + 32 * kUnroll - 1) / (32 * kUnroll), spare = x.count > 0 ? warps / x.count : 1;
-  const int64_t segments = spare < 1 ? 1 : (spare < most ? spare : most);
-  const int64_t span = ((vectors + segments - 1) / segments + 31) / 32 * 32;
-  const int64_t first = threadIdx.x / 32 * kCopyCtas + blockIdx.x - 1;
-  for (int64_t unit = first; unit < x.count * segments; unit += warps) {
-    const int64_t t = unit / segments, begin = unit % segments * span;
-    const int64_t end = begin + span < vectors ? begin + span : vectors;
+  for (int64_t unit = units.first; unit < units.count; unit += units.stride) {
+    const int64_t t = units.row(unit), begin = units.begin(unit), end = units.end(unit);
     const auto* row = reinterpret_cast<const int4*>(static_cast<const char*>(x.data) + t * x.stride * size);
     if (begin == 0)
       for (int64_t w = words + lane; w < width; w += 32) ticket[(t + 1) * width + w] = 0;
@@ -155,24 +169,33 @@ __device__ void copy_rows(const DeviceControl& c, const Flight& flight, const De
 __global__ void __launch_bounds__(kThreads)
     dispatch_kernel(const __grid_constant__ DeviceControl c, DeviceRows x, DeviceIds ids, DeviceWeights weights,
                     const int32_t* port, int32_t* ticket) {
+  extern __shared__ int4 memory[];
+  const Units units(x.count, c.geometry.hidden * itemsize(c.geometry.dtype) / 16, kUnroll,
+                    static_cast<int64_t>(blockIdx.x) - 1, kCopyCtas);
+  if (blockIdx.x > units.ctas) return;  // the plan CTA and the first units.ctas take part
+  const PlanMemory plan(c.geometry, memory);
+  if (blockIdx.x == 0) load_plan(c, plan);
   const Flight flight = open_flight(c, port);
   if (blockIdx.x > 0) {
-    copy_rows(c, flight, x, ids, ticket);
+    copy_rows(c, units, flight, x, ids, ticket);
   } else if (flight.ok) {
-    write_plan(c, flight, x.count, ids, weights);
+    write_plan(c, plan, flight, x.count, ids, weights);
   }
   bool spoiled;
   const int64_t stage = flight.lane.stage < 0 ? c.geometry.stages : flight.lane.stage;
-  if (!last_cta<true>(c, Done::dispatch, stage, !flight.ok, spoiled)) return;
-  const int32_t generation = c.state->generation;
+  if (!last_cta<true>(c, Done::dispatch, stage, 1 + units.ctas, !flight.ok, spoiled)) return;
   if (!spoiled) {
     for (int32_t f = threadIdx.x; f < c.peers; f += blockDim.x)
       if (c.masked[f] == 0) store_release(flag_of(peer_window(c, f), c.layout, flight.slot), kReady);
   }
   if (threadIdx.x == 0) {
-    const int32_t head[kTicketWords] = {
-        spoiled ? -1 : generation, flight.lane.stage, static_cast<int32_t>(flight.ring), low(flight.sequence),
-        high(flight.sequence),     flight.lane.layer, static_cast<int32_t>(x.count)};
+    const int32_t head[kTicketWords] = {spoiled ? -1 : flight.generation,
+                                        flight.lane.stage,
+                                        static_cast<int32_t>(flight.ring),
+                                        low(flight.sequence),
+                                        high(flight.sequence),
+                                        flight.lane.layer,
+                                        static_cast<int32_t>(x.count)};
     for (int64_t w = 0; w < ticket_width(c.geometry.ffn_size); ++w) ticket[w] = w < kTicketWords ? head[w] : 0;
     if (!spoiled) {
       c.ring[stage * c.geometry.depth + flight.ring] = flight.sequence;
@@ -193,8 +216,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_dispatch(const DeviceControl& c, DeviceRows x, DeviceIds ids, DeviceWeights weights, const int32_t* port,
                      int32_t* ticket, cudaStream_t stream) {
-  dispatch_kernel<<<1 + kCopyCtas, kThreads, (c.geometry.num_experts + c.geometry.ffn_size) * sizeof(int32_t),
-                    stream>>>(c, x, ids, weights, port, ticket);
+  dispatch_kernel<<<1 + kCopyCtas, kThreads, plan_bytes(c.geometry), stream>>>(c, x, ids, weights, port, ticket);
 }
 
 cudaError_t preload_dispatch() {

@@ -99,13 +99,13 @@ PyObject* adopt(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "LLi", &id, &address, &device)) return nullptr;
   auto* host = reinterpret_cast<Control*>(address);
   const Geometry& g = host->geometry;
-  if (g.topk > kMaxTopk || (g.num_experts + g.ffn_size) * 4 > kSharedBytes || host->slots() > kSharedBytes / 8) {
+  if (g.topk > kMaxTopk || (g.num_experts + g.ffn_size) * 12 > kSharedBytes || host->slots() > kSharedBytes / 8) {
     PyErr_Format(
         PyExc_ValueError,
         "topk is %lld, num_experts + ffn_size is %lld, slots are %lld; on CUDA expected at most %lld, %lld, %lld",
         static_cast<long long>(g.topk), static_cast<long long>(g.num_experts + g.ffn_size),
         static_cast<long long>(host->slots()), static_cast<long long>(kMaxTopk),
-        static_cast<long long>(kSharedBytes / 4), static_cast<long long>(kSharedBytes / 8));
+        static_cast<long long>(kSharedBytes / 12), static_cast<long long>(kSharedBytes / 8));
     return nullptr;
   }
   const OnDevice on(device);

@@ -41,9 +41,9 @@ __global__ void __launch_bounds__(kThreads) receive_kernel(const __grid_constant
     return;
   }
   const int64_t vectors = g.hidden * itemsize(g.dtype) / 16;
-  const Units units(item_tokens(item, count), vectors, kUnroll);
+  const Units units(item_tokens(item, count), vectors, kUnroll, blockIdx.x, gridDim.x);
   const int lane = threadIdx.x % 32;
-  for (int64_t unit = units.first_unit(); unit < units.count; unit += units.stride()) {
+  for (int64_t unit = units.first; unit < units.count; unit += units.stride) {
     const ItemToken at = item_token(c, item, units.row(unit));
     if (load_relaxed(&c.region[at.region]) != kAlive || c.taken[at.slot].routed == 0) continue;
     const Choices choices(c, item, at, Op::receive);

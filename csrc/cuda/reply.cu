@@ -48,9 +48,10 @@ __global__ void __launch_bounds__(kThreads)
   const Geometry& g = c.geometry;
   const int32_t count = item[kItemCount];
   const bool current = count > 0 && item[kItemGeneration] == c.state->generation && !has_failed(c);
-  const Units units(current ? item_tokens(item, count) : 0, g.hidden / N, 1);
+  const Units units(current ? item_tokens(item, count) : 0, g.hidden / N, 1, blockIdx.x, gridDim.x);
+  if (blockIdx.x >= units.ctas) return;
   const int lane = threadIdx.x % 32;
-  for (int64_t unit = units.first_unit(); unit < units.count; unit += units.stride()) {
+  for (int64_t unit = units.first; unit < units.count; unit += units.stride) {
     const ItemToken at = item_token(c, item, units.row(unit));
     if (load_relaxed(&c.region[at.region]) != kAlive || c.taken[at.slot].routed == 0) continue;
     const Choices choices(c, item, at, Op::reply);
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kThreads)
     if (begin == 0 && lane == 0) count_up(&c.bytes_sent[at.region], g.hidden * static_cast<int64_t>(sizeof(T)));
   }
   bool spoiled;
-  if (!last_cta<true>(c, Done::reply, 0, false, spoiled) || !current) return;
+  if (!last_cta<true>(c, Done::reply, 0, units.ctas, false, spoiled) || !current) return;
   for (int32_t i = threadIdx.x; i < count; i += blockDim.x) publish(c, item, i);
 }
 

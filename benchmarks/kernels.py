@@ -1,0 +1,92 @@
+"""Each kernel of the round trip alone, with nothing to wait for: where the time of benchmarks/round_trip.py goes.
+
+    python benchmarks/kernels.py [--tokens 1,16,128,1024] [--hidden 7168]
+
+One process, attention on cuda:0 and FFN on cuda:1 by peer access. COUNT dispatches go into COUNT rings; then the FFN
+side answers them all; then all are combined. Times are per kernel, from the profiler, in a replayed graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import afd_ops
+
+EXPERTS, TOPK, COUNT = 32, 8, 64
+
+
+def kernels(tokens: int, hidden: int) -> dict[str, float]:
+    """Mean microseconds by kernel name."""
+    topology = afd_ops.Topology(1, 1, EXPERTS)
+    a, f = afd_ops.open_local(
+        topology,
+        devices=["cuda:0", "cuda:1"],
+        hidden=hidden,
+        topk=TOPK,
+        tokens=tokens,
+        depth=COUNT,
+        rows=tokens * TOPK,
+        poll_interval=5.0,
+        deadline=20.0,
+    )
+    experts, port = afd_ops.RemoteExperts(0).to("cuda:0").attach(a), f.port()
+    x = torch.randn(tokens, hidden, device="cuda:0").bfloat16()
+    ids = torch.stack([torch.randperm(EXPERTS, device="cuda:0")[:TOPK] for _ in range(tokens)]).int()
+    weights = torch.rand(tokens, TOPK, device="cuda:0")
+
+    def answer() -> None:
+        item = torch.ops.afd.arrive(port, f.id)
+        rows, _, _ = torch.ops.afd.receive(item, port, f.id, tokens * TOPK)
+        torch.ops.afd.reply(rows, item, port, f.id)
+
+    send, take, serve = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        ticket = experts.dispatch(x, ids, weights)
+        answer()
+        experts.combine(ticket, x)
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        with torch.cuda.graph(send):
+            tickets = [experts.dispatch(x, ids, weights) for _ in range(COUNT)]
+        with torch.cuda.graph(take, pool=send.pool()):
+            for ticket in tickets:
+                experts.combine(ticket, x)
+        with torch.cuda.device(1), torch.cuda.graph(serve, stream=torch.cuda.Stream(1)):
+            for _ in range(COUNT):
+                answer()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(2):
+                send.replay()
+                torch.cuda.synchronize(0)
+                with torch.cuda.device(1):
+                    serve.replay()
+                torch.cuda.synchronize(1)
+                take.replay()
+                torch.cuda.synchronize(0)
+        a.check()
+    for window in (a, f):
+        window.close()
+    times = {}
+    for event in found.key_averages():
+        name = re.search(r"(\w+)_kernel", event.key)
+        if name and event.self_device_time_total > 0:
+            times[name.group(1)] = event.self_device_time_total / event.count
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--tokens", default="1,16,128,1024")
+    parser.add_argument("--hidden", type=int, default=7168)
+    args = parser.parse_args()
+    for tokens in map(int, args.tokens.split(",")):
+        times = kernels(tokens, args.hidden)
+        print(f"T={tokens:5d}  " + "  ".join(f"{name} {us:.1f}" for name, us in times.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
