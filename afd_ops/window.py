@@ -237,23 +237,17 @@ class Window:
         """
         if self.closed:
             raise ClosedError(f"window {self.id} is closed")
-        # A device's rings are looked at only when something has gone wrong: a copy per step would be a synchronisation.
-        generation, in_flight = self.generation, 0 if self._device_half else _C.in_flight(self.id)
+        generation, in_flight = self.generation, _C.in_flight(self.id)
         try:
             yield
         except BaseException as error:
             # What a reset has dropped meanwhile needs no poison, and what was in flight before is not this step's.
-            if not self.closed and self.generation == generation and self._in_flight() > in_flight:
+            if not self.closed and self.generation == generation and _C.in_flight(self.id) > in_flight:
                 self.poison()
             if isinstance(error, Exception):
                 self.raise_typed(error)
             raise
         self.check()
-
-    def _in_flight(self) -> int:
-        if self._device_half:
-            self._device_half.fetch_stats(self.id)
-        return _C.in_flight(self.id)
 
     def next_item(self, timeout: float) -> tuple[int, int, int] | None:
         """FFN ranks on a GPU: (slots, layer, rows) of the next item from the mailbox; None if it does not come."""

@@ -93,6 +93,21 @@ std::string describe(const Control& c, const ErrorRecord& r) {
       s << who << " broke the protocol: " << name(static_cast<Field>(r.field)) << " is " << r.seen << ", expected "
         << r.expected;
       break;
+    case Kind::Argument:
+      if (static_cast<Field>(r.field) == Field::topk_ids)
+        s << "topk_ids holds " << r.seen << ", expected -1 (no expert) or 0 to " << r.expected - 1;
+      else if (static_cast<Field>(r.field) == Field::rows)
+        s << "rows is " << r.expected << ", but the item has " << r.seen << " rows";
+      else
+        s << "port was never filled; attach(window) fills it";
+      break;
+    case Kind::RingBusy:
+      s << "stage " << r.stage << " has " << c.geometry.depth << " dispatches in flight (depth " << c.geometry.depth
+        << "); combine the oldest first";
+      break;
+    case Kind::Stale:
+      s << "ticket or item is not in flight: used before, of another lane, or from before a reset()";
+      break;
     default:
       s << who << " gave up on this window";
   }

@@ -65,6 +65,7 @@ struct Control {
   ErrorRecord* records;  // [peers + 1]
   int64_t* bytes_sent;   // [peers]
   int64_t counters[kCounters];
+  int64_t pending;      // dispatches less combines that this process has called; a device's rings are not asked
   int64_t arena_bytes;  // of the one allocation that begins with this Control and holds all its arrays
 
   AFD_HD int64_t slots() const { return peers * layout.slots_per_region; }

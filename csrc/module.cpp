@@ -161,6 +161,7 @@ void clear_state(Control& c) {
   std::fill_n(c.masked, c.peers, 0);
   std::fill_n(c.records, c.peers + 1, ErrorRecord{});
   c.cursor = 0;
+  c.pending = 0;
   atomic(c.failed).store(0);
 }
 
@@ -304,7 +305,12 @@ PyObject* check(PyObject*, PyObject* args) {
     if (sticky != kAlive && sticky != kLeft && atomic(c->masked[p]).load() == 0)
       fail(*c, ended(where(Op::host, -1, -1, -1, -1), p, sticky));
   }
-  if (atomic(c->failed).load() == 0) Py_RETURN_NONE;
+  if (atomic(c->failed).load() == 0) {
+    // What a kernel could only report: a bad id, treated as none.
+    ErrorRecord& own = c->records[c->peers];
+    if (atomic(own.valid).load(std::memory_order_acquire) == 0) Py_RETURN_NONE;
+    return to_dict(*c, own);
+  }
   return to_dict(*c, first_error(*c));
 }
 
@@ -385,6 +391,7 @@ PyObject* regions(PyObject*, PyObject* args) {
 PyObject* in_flight(PyObject*, PyObject* args) {
   Control* c = control_of(args);
   if (c == nullptr) return nullptr;
+  if (c->on_device != 0) return PyLong_FromLongLong(atomic(c->pending).load());
   int64_t n = 0;
   for (int64_t i = 0; i < c->geometry.stages * c->geometry.depth; ++i) n += c->ring[i] >= 0;
   return PyLong_FromLongLong(n);

@@ -210,6 +210,8 @@ AFD_HD constexpr int64_t join(int32_t lo, int32_t hi) {
   X(counts)           \
   X(position)         \
   X(topk_ids)         \
+  X(rows)             \
+  X(port)             \
   X(flags)
 
 enum class Field : int32_t {

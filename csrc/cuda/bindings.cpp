@@ -36,13 +36,16 @@ cudaStream_t stream_of(const Tensor& t) {
 class DeviceEntry {
  public:
   DeviceEntry(int64_t window, Role role, Op op, const Tensor& port)
-      : entry_(window, role, op), window_(device_window(window)), guard_(port.get_device_index()) {
+      : entry_(window, role, op), window_(device_window(window)), guard_(window_.device) {
     check_port(op, port);
-    if (port.get_device_index() != window_.device)
-      raise(Kind::Argument, op, "port is on cuda:", port.get_device_index(),
+    check_device(op, "port", port);
+  }
+  void check_device(Op op, const char* argument, const Tensor& t) const {
+    if (!t.is_cuda() || t.get_device_index() != window_.device)
+      raise(Kind::Argument, op, argument, " is on ", t.is_cuda() ? "another GPU" : "the CPU",
             ", but the window is on cuda:", window_.device);
   }
-  const Control& host() const { return entry_.control(); }
+  Control& host() const { return entry_.control(); }
   const Geometry& geometry() const { return entry_.control().geometry; }
   const DeviceControl& device() const { return window_.control; }
   void launched() const { STD_CUDA_KERNEL_LAUNCH_CHECK(); }
@@ -59,6 +62,8 @@ std::tuple<Tensor, Tensor, Tensor> plan_cuda(const Tensor& topk_ids, const Tenso
   check_dim(op, "topk_ids", topk_ids, 2);
   const int64_t tokens = topk_ids.size(0), topk = topk_ids.size(1), experts = expert_map.size(0);
   check_topk_ids(op, topk_ids, tokens, topk);
+  if (!topk_ids.is_cuda() || !expert_map.is_cuda() || topk_ids.get_device_index() != expert_map.get_device_index())
+    raise(Kind::Argument, op, "topk_ids and expert_map are on different devices");
   check_plan(op, expert_map, ffn_size, local_experts);
   if (experts * static_cast<int64_t>(sizeof(int32_t)) > kSharedBytes)
     raise(Kind::Argument, op, "expert_map has ", experts, " experts, expected at most ", kSharedBytes / 4, " on CUDA");
@@ -76,6 +81,9 @@ Tensor dispatch_cuda(const Tensor& x, const Tensor& topk_ids, const Tensor& topk
                      int64_t window) {
   const DeviceEntry entry(window, kAttention, Op::dispatch, port);
   const Geometry& g = entry.geometry();
+  entry.check_device(Op::dispatch, "x", x);
+  entry.check_device(Op::dispatch, "topk_ids", topk_ids);
+  entry.check_device(Op::dispatch, "topk_weights", topk_weights);
   check_dispatch(g, x, topk_ids, topk_weights);
   const DeviceRows rows = rows_of(Op::dispatch, "x", x);
   Tensor ticket = torch::stable::new_empty(x, {x.size(0) + 1, ticket_width(g.ffn_size)}, ScalarType::Int);
@@ -83,6 +91,7 @@ Tensor dispatch_cuda(const Tensor& x, const Tensor& topk_ids, const Tensor& topk
                               topk_weights.stride(1)};
   launch_dispatch(entry.device(), rows, ids_of(topk_ids), weights, ints(port), ints(ticket), stream_of(x));
   entry.launched();
+  count(entry.host().pending, 1);
   return ticket;
 }
 
@@ -97,6 +106,7 @@ Tensor arrive_cuda(Tensor port, int64_t window) {
 std::tuple<Tensor, Tensor, Tensor> receive_cuda(const Tensor& item, Tensor port, int64_t window, int64_t rows) {
   const DeviceEntry entry(window, kFfn, Op::receive, port);
   const Geometry& g = entry.geometry();
+  entry.check_device(Op::receive, "item", item);
   check_item(entry.host(), Op::receive, item);
   if (rows < 0) raise(Kind::Argument, Op::receive, "rows is ", rows, ", expected at least 0");
   Tensor out = torch::stable::new_empty(item, {rows, g.hidden}, payload_type(g));
@@ -111,6 +121,8 @@ std::tuple<Tensor, Tensor, Tensor> receive_cuda(const Tensor& item, Tensor port,
 void reply_cuda(const Tensor& expert_out, const Tensor& item, Tensor port, int64_t window) {
   const DeviceEntry entry(window, kFfn, Op::reply, port);
   const Geometry& g = entry.geometry();
+  entry.check_device(Op::reply, "item", item);
+  entry.check_device(Op::reply, "expert_out", expert_out);
   check_item(entry.host(), Op::reply, item);
   check_expert_out(g, expert_out);
   launch_reply(entry.device(), rows_of(Op::reply, "expert_out", expert_out), ints(item), stream_of(item));
@@ -120,6 +132,8 @@ void reply_cuda(const Tensor& expert_out, const Tensor& item, Tensor port, int64
 Tensor combine_cuda(const Tensor& ticket, const Tensor& base, const Tensor& port, Tensor, int64_t window) {
   const DeviceEntry entry(window, kAttention, Op::combine, port);
   const Geometry& g = entry.geometry();
+  entry.check_device(Op::combine, "ticket", ticket);
+  entry.check_device(Op::combine, "base", base);
   check_combine(g, ticket, base);
   const DeviceRows rows = rows_of(Op::combine, "base", base);
   if (g.hidden * static_cast<int64_t>(base.element_size()) % 16 != 0)
@@ -129,6 +143,7 @@ Tensor combine_cuda(const Tensor& ticket, const Tensor& base, const Tensor& port
   launch_combine(entry.device(), ints(ticket), rows, dtype_of(base), out.mutable_data_ptr(), ints(port),
                  stream_of(base));
   entry.launched();
+  count(entry.host().pending, -1);
   return out;
 }
 

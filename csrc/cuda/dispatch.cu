@@ -104,7 +104,7 @@ __device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const Fl
         r.field = static_cast<int32_t>(Field::topk_ids);
         r.expected = g.num_experts;
         r.seen = id;
-        fail(c, r);
+        record_error(c, r);
       });
   __syncthreads();
   // A rank's counts beyond the experts it owns were zeroed at construction and are never written.

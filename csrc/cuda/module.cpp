@@ -21,7 +21,8 @@ std::array<std::atomic<DeviceWindow*>, kMaxWindows> g_device_windows{};
 
 DeviceWindow& device_window(int64_t window) {
   DeviceWindow* w = window > 0 && window < kMaxWindows ? g_device_windows[window].load() : nullptr;
-  if (w == nullptr) throw std::runtime_error("afd_ops: the window has no device half");
+  if (w == nullptr)
+    throw std::runtime_error("Argument in afd::host: the window is on the CPU, but a tensor is on a GPU");
   return *w;
 }
 
@@ -257,8 +258,7 @@ PyObject* next_item(PyObject*, PyObject* args) {
                        static_cast<long long>(mail[kMailRows]));
 }
 
-// Counters and rings live on the device; this copies them into the host half, whose stats() and in_flight() then read
-// them.
+// Counters live on the device; this copies them into the host half, whose stats() then reads them.
 PyObject* fetch_stats(PyObject*, PyObject* args) {
   DeviceWindow* w = window_of(args);
   if (w == nullptr) return nullptr;
@@ -268,8 +268,6 @@ PyObject* fetch_stats(PyObject*, PyObject* args) {
                                  cudaMemcpyDeviceToHost, w->stream));
   CUDA_OR_RETURN(
       cudaMemcpyAsync(host.bytes_sent, w->control.bytes_sent, host.peers * 8, cudaMemcpyDeviceToHost, w->stream));
-  CUDA_OR_RETURN(cudaMemcpyAsync(host.ring, w->control.ring, host.geometry.stages * host.geometry.depth * 8,
-                                 cudaMemcpyDeviceToHost, w->stream));
   CUDA_OR_RETURN(cudaStreamSynchronize(w->stream));
   Py_RETURN_NONE;
 }
@@ -304,7 +302,7 @@ PyMethodDef kMethods[] = {
     {"peer_gone", peer_gone, METH_VARARGS, "peer_gone(window, peer)"},
     {"mask", mask, METH_VARARGS, "mask(window, peer)"},
     {"next_item", next_item, METH_VARARGS, "next_item(window, timeout_ns) -> (count, layer, rows) or None"},
-    {"fetch_stats", fetch_stats, METH_VARARGS, "fetch_stats(window): counters and rings into the host half"},
+    {"fetch_stats", fetch_stats, METH_VARARGS, "fetch_stats(window): into the host half"},
     {"enable_peer_access", enable_peer_access, METH_VARARGS, "enable_peer_access(device, peer device)"},
     {nullptr, nullptr, 0, nullptr}};
 

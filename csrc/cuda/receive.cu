@@ -19,11 +19,12 @@ __global__ void __launch_bounds__(kThreads) receive_kernel(const __grid_constant
                                                            int4* rows, int64_t capacity, int32_t* offsets) {
   const Geometry& g = c.geometry;
   const int32_t count = item[kItemCount];
+  const bool fits = item[kItemRows] <= capacity;
   if (blockIdx.x == gridDim.x - 1) {
     const int32_t* s = item + count * kItemWords;  // within an expert the last slot's rows end where the expert's do
     for (int32_t e = threadIdx.x; e < c.local_experts(); e += blockDim.x) {
       int32_t end = 0;
-      if (count > 0) {
+      if (count > 0 && fits) {
         const int64_t i = c.slot(s[kItemRegion], s[kItemStage], s[kItemRing]) * g.local_experts + e;
         end = c.first[i] + c.counts[i];
       }
@@ -31,9 +32,10 @@ __global__ void __launch_bounds__(kThreads) receive_kernel(const __grid_constant
     }
   }
   if (count == 0 || item[kItemGeneration] != c.state->generation) return;
-  if (item[kItemRows] > capacity) {
+  if (!fits) {
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       ErrorRecord r = error_at(Kind::Argument, Op::receive, item[kItemLayer], -1, -1, -1, -1);
+      r.field = static_cast<int32_t>(Field::rows);
       r.expected = capacity;
       r.seen = item[kItemRows];
       fail(c, r);

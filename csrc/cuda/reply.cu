@@ -47,7 +47,15 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int N = Elements<T>::kPerVector;
   const Geometry& g = c.geometry;
   const int32_t count = item[kItemCount];
-  const bool current = count > 0 && item[kItemGeneration] == c.state->generation && !has_failed(c);
+  const bool fits = item[kItemRows] <= expert_out.count;
+  const bool current = count > 0 && fits && item[kItemGeneration] == c.state->generation && !has_failed(c);
+  if (count > 0 && !fits && blockIdx.x == 0 && threadIdx.x == 0) {
+    ErrorRecord r = error_at(Kind::Argument, Op::reply, item[kItemLayer], -1, -1, -1, -1);
+    r.field = static_cast<int32_t>(Field::rows);
+    r.expected = expert_out.count;
+    r.seen = item[kItemRows];
+    fail(c, r);
+  }
   const Units units(current ? item_tokens(item, count) : 0, g.hidden / N, 1, blockIdx.x, gridDim.x);
   if (blockIdx.x >= units.ctas) return;
   const int lane = threadIdx.x % 32;

@@ -18,6 +18,8 @@ namespace {
 
 __global__ void sticky_kernel(const __grid_constant__ DeviceControl c, int32_t sticky) {
   if (sticky == kPoisoned && threadIdx.x == 0) fail(c, error_at(Kind::Failed, Op::host, -1, -1, -1, -1, -1));
+  // A graph that is replayed after close() must find the window stopped: its memory may be another's by then.
+  if (sticky == kLeft && threadIdx.x == 0) atomicCAS(&c.state->failed, 0, 1 + c.peers);
   for (int32_t p = threadIdx.x; p < c.peers; p += blockDim.x) {
     int32_t* w = sticky_of(peer_window(c, p), c.layout, c.role_rank);
     if (load_relaxed(w) < sticky) store_relaxed(w, sticky);
