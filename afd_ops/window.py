@@ -171,7 +171,7 @@ class Window:
             int(poll_interval * 1e9),
             geometry.tokens * geometry.topk if rows is None else rows,
             self._segment.address,
-            [self._segment.peer(handle) for _, handle in peers.values()],
+            [self._reach(p, handle) for p, (_, handle) in peers.items()],
             [word for place in self.topology.expert_map for word in place],
         )
         if self.heap.device.type == "cuda":
@@ -179,10 +179,19 @@ class Window:
             half.adopt(self.id, _C.addresses(self.id)["control"], self.heap.device.index)
             self._device_half = half
         # Across hosts there would be no process to open; no heap reaches that far yet.
+        half, window = self._device_half or _C, self.id  # not self, which the watching thread would keep alive
         self._watch = ProcessWatch(
-            {p: process for p, (process, _) in peers.items()}, lambda p: (self._device_half or _C).peer_gone(self.id, p)
+            {p: process for p, (process, _) in peers.items()}, lambda p: half.peer_gone(window, p)
         )
         return ""
+
+    def _reach(self, peer: int, handle: str) -> int:
+        assert self._segment is not None
+        try:
+            return self._segment.peer(handle)
+        except RuntimeError as error:
+            rank = self.topology.peers(self.bootstrap.rank)[peer]
+            raise BootstrapError(f"{self.topology.describe(rank)} cannot be reached: {error}") from error
 
     # Use.
 
@@ -220,9 +229,17 @@ class Window:
             raise from_record(error)
 
     def _stopped(self) -> dict[str, Any] | None:
+        self._require_own()
+        return _C.check(self.id)
+
+    def _require_own(self) -> None:
         if self.closed:
             raise ClosedError(f"window {self.id} is closed")
-        return _C.check(self.id)
+        if os.getpid() != self._process:  # a word from here would be taken for its parent's
+            raise ClosedError(
+                f"window {self.id} was opened by process {self._process}, this is process {os.getpid()}: a forked "
+                "process must open its own"
+            )
 
     def errors(self) -> list[dict[str, Any]]:
         """Every error record: on an FFN rank one per region that failed, although the others are served on."""
@@ -235,8 +252,7 @@ class Window:
         An exception that escapes between a dispatch and its combine poisons the window until `reset()`: nobody will
         take the reply that is on its way, and it must not meet the next request.
         """
-        if self.closed:
-            raise ClosedError(f"window {self.id} is closed")
+        self._require_own()
         generation, in_flight = self.generation, _C.in_flight(self.id)
         try:
             yield
@@ -270,6 +286,7 @@ class Window:
                 f"window belongs to {self.topology.describe(self.bootstrap.rank)}, expected an attention rank"
             )
         self.topology.world_rank("ffn", ffn_rank)  # validates
+        self._require_own()
         _C.mask(self.id, ffn_rank)
         if self._device_half:
             self._device_half.mask(self.id, ffn_rank)
@@ -305,8 +322,7 @@ class Window:
         Raises:
             BootstrapError: a rank did not take part; survivors close() and build a new window.
         """
-        if self.closed:
-            raise ClosedError(f"window {self.id} is closed")
+        self._require_own()
         _C.set_abort(self.id)
         if not _C.drain(self.id, int(self.bootstrap.timeout * 1e9)):
             raise AbortedError(f"an op of this rank did not end within {self.bootstrap.timeout} s; reset() gave up")
@@ -323,11 +339,14 @@ class Window:
 
     def close(self) -> None:
         """Tells the peers that this rank is done and gives the memory back. Not collective; may be called twice."""
-        if not self.closed:
-            self.closed = True
-            if os.getpid() == self._process:  # a fork's copy may go without a word
-                (self._device_half or _C).leave(self.id)
+        if self.closed:
+            return
+        self.closed = True
+        if os.getpid() == self._process:
+            (self._device_half or _C).leave(self.id)
             self._release()
+        elif self._segment is not None:  # a fork's copy: only its mappings are its own, the watch's eventfd is shared
+            self._segment.close()
 
     def _release(self) -> None:
         drained = True

@@ -30,15 +30,15 @@ from afd_ops import _C
 pytestmark = pytest.mark.gpu
 
 SIZES: dict[str, Any] = dict(
-    hidden=256, topk=4, tokens=64, dtype=torch.bfloat16, stages=1, depth=2, deadline=10.0, poll_interval=0.002
+    hidden=256, topk=4, tokens=128, dtype=torch.bfloat16, stages=1, depth=2, deadline=10.0, poll_interval=0.002
 )
 BY_HAND: dict[str, Any] = dict(threads=False, poll_interval=2.0)  # a server's step waits for what is on its way
 LAYERS = 4  # experts of layers that differ by this many are alike
-MULTIPROCESSOR_CYCLES = 200_000_000  # about a tenth of a second
+SLEEP_CYCLES = 200_000_000  # about a tenth of a second
 AHEAD = 8  # steps launched before the host waits
 TURNS = 200
 
-FUSED, SPLIT = 5, 40  # tokens of a combine that is one launch, and of one that is a wait and a sum
+FUSED, SPLIT = 5, 100  # tokens of a combine that is one launch, and of one that is a wait and a sum
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def device_experts(window: afd_ops.Window) -> afd_ops.Experts:
         return rows * (index % 3 + 1) + (index + layer % LAYERS)
 
     layers = (1, torch.ones((), dtype=torch.int32, device=device))
-    for count in (1, 2, 3, 4, 5, 8, 33, 256):
+    for count in (1, 2, 3, 4, 5, 8, 33, 256, 400, 512):
         rows = torch.ones(count, window.geometry.hidden, dtype=window.dtype, device=device)
         offsets = torch.full((owned.shape[0],), count, dtype=torch.int32, device=device)
         for layer in layers:
@@ -143,7 +143,7 @@ def independent_stream(beside: torch.cuda.Stream) -> torch.cuda.Stream:
         for _ in range(16):
             candidate = torch.cuda.Stream()
             with torch.cuda.stream(beside):
-                torch.cuda._sleep(MULTIPROCESSOR_CYCLES)
+                torch.cuda._sleep(SLEEP_CYCLES)
                 here.add_(1)  # is the head of its queue until the sleep is over
                 blocked = beside.record_event()
             with torch.cuda.stream(candidate):
@@ -332,7 +332,7 @@ def test_a_captured_attention_half_is_exact_on_fresh_inputs(placement: None, cou
 
 def test_captured_sizes_and_eager_calls_mix_in_any_order(placement: None, seed: int) -> None:
     """fault: eager calls and replays of several captured sizes on one window give stale passes or clobbered data."""
-    sizes = (0, 1, 5, 16, 17, 64)
+    sizes = (0, 1, 5, 64, 65, 128)
     with cluster(afd_ops.Topology(1, 2, 7)) as ready:
         (window,) = ready.attention
         graphs = {count: Captured(window, count, layer) for layer, count in enumerate(sizes)}
@@ -341,7 +341,7 @@ def test_captured_sizes_and_eager_calls_mix_in_any_order(placement: None, seed: 
         for _ in range(150):
             count = draw.choice([*sizes, -1, -1])
             captured = graphs.get(count)
-            step = one_step(window, count if captured else draw.randrange(65))
+            step = one_step(window, count if captured else draw.randrange(129))
             want = attention_oracle(*step, captured.layer) if captured else oracle(*step, 9)
             plan.append((captured, step, want, nans_like(step[3])))
         torch.cuda.synchronize()
@@ -531,7 +531,7 @@ HIDDEN, NUM_EXPERTS = 32, 5
 COMPILED: dict[str, Any] = dict(
     hidden=HIDDEN,
     topk=2,
-    tokens=64,
+    tokens=96,
     dtype=torch.float32,
     stages=2,
     poll_interval=0.02,  # a quiet idle server
@@ -610,7 +610,7 @@ def re_records(manager: Any) -> int:
 def test_reduce_overhead_records_every_size_once_and_then_runs_no_python(marked: bool, seed: int) -> None:
     """faults: "skipping cudagraphs due to mutated inputs"; a recording per step; sizes of one window that disturb each
     other, or the eager calls between them."""
-    sizes, layers = (48, 32, 2, 17), 3
+    sizes, layers = (80, 32, 2, 17), 3
     with cluster(afd_ops.Topology(1, 2, NUM_EXPERTS), **COMPILED) as ready:
         (window,) = ready.attention
         model = nn.Sequential(*(Layer(layer) for layer in range(layers))).to(window.heap.device)
@@ -645,7 +645,7 @@ def test_reduce_overhead_records_every_size_once_and_then_runs_no_python(marked:
                 assert python == 2 * layers * len(sizes)
             for _ in range(40):
                 if draw.random() < 0.3:
-                    step = one_step(window, draw.randrange(65))
+                    step = one_step(window, draw.randrange(97))
                     want = oracle(*step, 7)
                     torch.cuda.synchronize()
                     out = eager(*step)

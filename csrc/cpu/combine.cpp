@@ -35,6 +35,7 @@ bool masked(Control& c, int32_t f) { return atomic(c.masked[f]).load() != 0; }
 
 void wait_for_replies(Control& c, const Ticket& k) {
   Backoff backoff;
+  bool late = false;
   for (int32_t f = 0; f < c.peers;) {
     const int32_t seen =
         masked(c, f) ? kReady : flag(c.window, c.layout, c.slot(f, k.stage, k.ring)).load(std::memory_order_acquire);
@@ -47,11 +48,12 @@ void wait_for_replies(Control& c, const Ticket& k) {
     check_peers(c, r);  // any peer's end stops this window, whichever reply is awaited first
     if (atomic(c.abort).load() != 0) raise(Kind::Aborted, Op::combine, "the window is being reset or closed");
     if (atomic(c.failed).load() != 0) raise_failed(c, Op::combine);
-    if (backoff.pause() > c.deadline_ns) {
+    if (late) {
       r.kind = static_cast<int32_t>(Kind::Timeout);
       r.peer = f;
       stop(c, r);
     }
+    late = backoff.pause() > c.deadline_ns;  // then one last look: it may have been this rank that was stopped
   }
 }
 

@@ -50,6 +50,7 @@ __device__ bool await_reply(const DeviceControl& c, const Ticket& k, int32_t f, 
   const int64_t index = c.slot(f, k.stage, k.ring);
   const int32_t* flag = flag_of(c.window, c.layout, index);
   const ErrorRecord r = error_at(Kind::Timeout, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
+  bool late = false;
   for (uint32_t turn = 1; load_acquire(flag) != kReady; ++turn) {
     if (turn % 16 != 0) continue;
     if (has_failed(c)) return false;
@@ -64,10 +65,11 @@ __device__ bool await_reply(const DeviceControl& c, const Ticket& k, int32_t f, 
       fail(c, peer_ended(r, f, kGone));
       return false;
     }
-    if (global_ns() > deadline) {
+    if (late) {
       fail(c, r);
       return false;
     }
+    late = global_ns() > deadline;  // then a last look: it may have been this rank that was stopped
   }
   const SlotHeader h = *DeviceSlot(c.window, c.layout, index).header;
   ErrorRecord bad = r;

@@ -1,0 +1,779 @@
+"""What every rank sees when one ends badly: each fault at each point, between processes over shared memory.
+
+    python tests/test_failures.py [--rounds N] [--seed S]    the same with random victims, moments and delays
+
+The parent leads its children to a named point and strikes one of them there: by its process id (kill, pauses), or by
+making it end itself (exit, leave, exception). Every wait is bounded. pytest is not imported, because each child loads
+this file, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import harness
+import torch
+from harness import expected, random_step
+from torch import Tensor
+from torch.distributed import TCPStore
+
+import afd_ops
+from afd_ops import Bootstrap, ExpertServer, RemoteExperts, Topology, Window
+
+FAULTS = {
+    "kill": "SIGKILL",
+    "exit": "the process ends with status 0 and says nothing",
+    "leave": "close(), then the process ends",
+    "exception": "an exception in the model, in the experts, or elsewhere in the server loop",
+    "pause": "SIGSTOP, and SIGCONT well before the deadline",
+    "long pause": "SIGSTOP, and SIGCONT after the deadline",
+}
+BEFORE, BETWEEN, HELD, IDLE = "before dispatch", "between dispatch and combine", "between arrive and reply", "idle"
+POINTS = (BEFORE, BETWEEN, HELD, IDLE)
+ANYWHERE = "anywhere"  # not at a point, but at a random moment of ranks that run freely: soak only
+ARRIVE = "before arrive"
+
+DEADLINE = 2.0  # seconds; what ends earlier was not ended by it
+SHORT_DEADLINE = 1.2  # where the deadline is what ends a wait
+PAUSE = 0.4  # a fifth of the deadline
+SLACK = 3.0  # what a busy machine may add to a wait that has ended
+PATIENCE = 20.0  # for a child that should answer at once
+CHILD_SECONDS = 100.0  # no child outlives this, whatever happens to its parent
+
+TOPOLOGY = Topology(2, 2, 4)
+SIZES: dict[str, Any] = {**harness.SIZES, "stages": 2, "depth": 2, "deadline": DEADLINE}
+
+
+class Boom(Exception):
+    """The exception of FAULTS."""
+
+
+class Seen(NamedTuple):
+    """An exception, as it crosses to the parent."""
+
+    kind: str
+    text: str
+    op: str | None
+    peer: int | None
+    layer: int | None
+    stage: int | None
+    ring: int | None
+    sequence: int | None
+    traceback: str
+
+    @staticmethod
+    def of(error: BaseException) -> Seen:
+        where = (getattr(error, name, None) for name in ("op", "peer", "layer", "stage", "ring", "sequence"))
+        return Seen(type(error).__name__, str(error), *where, "".join(traceback.format_exception(error)))
+
+
+class Outcome(NamedTuple):
+    """How a command ended in a child."""
+
+    value: Any
+    error: Seen | None
+    at: float  # time.monotonic() of the child, which is that of the host
+
+
+# The children.
+
+
+class Puppet:
+    """One rank: does what its parent says, and stops at named points while the parent wants it to."""
+
+    def __init__(self, connection: Any, rank: int, topology: Topology, port: int, sizes: dict[str, Any]) -> None:
+        self.connection, self.rank, self.topology, self.sizes = connection, rank, topology, sizes
+        self.store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE))
+        self.windows: dict[str, Window] = {}
+        self.name = ""
+        self.stops: set[str] = set()
+        self.over = False
+        self.server: ExpertServer | None = None
+        self.kept: Any = None  # what a call of test_recovery leaves for the next
+
+    @property
+    def window(self) -> Window:
+        return self.windows[self.name]
+
+    # The parent's hand.
+
+    def reach(self, point: str) -> None:
+        """A named point: reads what the parent says, and goes no further while it wants this rank here."""
+        said = False
+        while point in self.stops or self.connection.poll():
+            if point in self.stops and not said:
+                self.connection.send((f"at {point}", Outcome(None, None, time.monotonic())))
+                said = True
+            self.obey()
+
+    def obey(self) -> None:
+        if not self.connection.poll(CHILD_SECONDS):
+            raise EOFError
+        command, args = self.connection.recv()
+        if command == "exception":
+            raise Boom("injected")
+        value, error = None, None
+        try:
+            value = getattr(self, command)(*args)
+        except Exception as raised:
+            error = Seen.of(raised)
+        self.connection.send((command, Outcome(value, error, time.monotonic())))
+
+    def main(self) -> None:
+        while not self.over:
+            with suppress(Boom):  # with nothing to interrupt
+                self.obey()
+
+    def hold(self, *points: str) -> None:
+        self.stops = set(points)
+
+    def quit(self) -> None:
+        self.over = True
+
+    def exit(self) -> None:
+        os._exit(0)
+
+    def leave(self) -> None:
+        self.window.close()
+        os._exit(0)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(self, *args)
+
+    # The window.
+
+    def open(
+        self, name: str, topology: Topology | None = None, rank: int | None = None, address: str = "", **sizes: Any
+    ) -> int:
+        topology, rank = topology or self.topology, self.rank if rank is None else rank
+        if address:
+            bootstrap = Bootstrap.connect(address, rank, topology.world_size, name=name, timeout=PATIENCE / 2)
+        else:
+            bootstrap = Bootstrap(self.store, rank, topology.world_size, name=name, timeout=PATIENCE / 2)
+        self.windows[name] = Window(topology, bootstrap, **{**self.sizes, **sizes})
+        self.use(name)
+        harness.fill_with_nan(self.window)
+        bootstrap.barrier()
+        return self.window.id
+
+    def use(self, name: str) -> None:
+        self.name = name
+
+    def check(self) -> None:
+        self.window.check()
+
+    def errors(self) -> list[dict[str, Any]]:
+        return self.window.errors()
+
+    def stats(self) -> dict[str, Any]:
+        return self.window.stats()
+
+    def generation(self) -> int:
+        return self.window.generation
+
+    def reset(self) -> None:
+        self.window.reset()
+
+    def poison(self) -> None:
+        self.window.poison()
+
+    def close(self) -> None:
+        for window in self.windows.values():
+            window.close()
+
+    def leftovers(self) -> int:
+        """Mappings and open files of the windows' shared memory."""
+        links = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+        return sum("memfd:afd_ops" in line for line in [*links, *Path("/proc/self/maps").read_text().splitlines()])
+
+    # The attention side.
+
+    def step(self, layer: int, stage: int, *stops: str) -> None:
+        """One step of an engine, its result compared with the oracle."""
+        self.stops = set(stops)
+        module, step = RemoteExperts(layer, stage).attach(self.window), random_step(self.window.topology, 6)
+        step[1][0] = torch.tensor([0, self.window.topology.num_experts - 1])  # something for the first and last
+        with self.window.step():
+            self.reach(BEFORE)
+            ticket = module.dispatch(*step[:3])
+            self.reach(BETWEEN)
+            out = module.combine(ticket, step[3])
+        assert torch.equal(out, expected(self.window.topology, *step)), "not exact"
+
+    def steps(self, count: int, layer: int, stage: int) -> None:
+        for _ in range(count):
+            self.step(layer, stage)
+
+    def free(self, layer: int, stage: int) -> int:
+        """Steps until `enough`; returns how many."""
+        self.more, done = True, 0
+        while self.more:
+            self.step(layer, stage)
+            done += 1
+        return done
+
+    def enough(self) -> None:
+        self.more = False
+
+    # The FFN side.
+
+    def experts(self, rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
+        self.reach(HELD)
+        return harness.experts_of(self.window.topology, self.window.role_rank)(rows, scales, offsets, layer)
+
+    def serve(self) -> None:
+        self.server = Server(self)
+        self.server.run()
+
+    def stop(self) -> None:
+        assert self.server is not None
+        self.server.stop()
+
+    def drain(self) -> None:
+        assert self.server is not None
+        self.server.drain()
+
+
+class Server(ExpertServer):
+    """A server loop with the points ARRIVE and HELD."""
+
+    def __init__(self, puppet: Puppet) -> None:
+        super().__init__(puppet.window, puppet.experts)
+        self.puppet = puppet
+
+    def step(self) -> int:
+        self.puppet.reach(ARRIVE)
+        return super().step()
+
+
+def _child(connection: Any, *args: Any) -> None:
+    faulthandler.dump_traceback_later(CHILD_SECONDS, exit=True, file=sys.__stderr__)
+    torch.set_num_threads(1)
+    with suppress(EOFError, ConnectionError):  # the parent has given up
+        Puppet(connection, *args).main()
+
+
+# The parent.
+
+
+class Rank:
+    """A child, as its parent sees it."""
+
+    def __init__(self, process: Any, connection: Any, topology: Topology, rank: int) -> None:
+        self.process, self.connection, self.rank = process, connection, rank
+        self.role, self.role_rank, self.name = topology.role(rank), topology.role_rank(rank), topology.describe(rank)
+        self.heard: list[tuple[str, Outcome]] = []
+
+    def tell(self, command: str, *args: Any) -> None:
+        self.connection.send((command, args))
+
+    def hear(self, command: str, timeout: float = PATIENCE) -> Outcome:
+        """The outcome of a command that was told; what else the child says meanwhile is kept."""
+        deadline = time.monotonic() + timeout
+        while True:
+            for index, (said, outcome) in enumerate(self.heard):
+                if said == command:
+                    del self.heard[index]
+                    return outcome
+            if not self.connection.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"{self.name} did not end {command!r} within {timeout} s")
+            try:
+                self.heard.append(self.connection.recv())
+            except (EOFError, ConnectionError):
+                raise AssertionError(f"{self.name} ended before {command!r}") from None
+
+    def do(self, command: str, *args: Any) -> Any:
+        """The value of a command that must succeed."""
+        self.tell(command, *args)
+        return self.value(command)
+
+    def value(self, command: str) -> Any:
+        value, error, _ = self.hear(command)
+        assert error is None, f"{command!r} of {self.name}:\n{error.traceback}"
+        return value
+
+    def error(self, command: str) -> tuple[Seen, float]:
+        """The exception by which a command must end, and when it did."""
+        value, error, at = self.hear(command)
+        assert error is not None, f"{command!r} of {self.name} returned {value!r}, expected an exception"
+        return error, at
+
+    def arrived(self, point: str) -> None:
+        self.hear(f"at {point}")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+
+class Cluster:
+    """A process per rank. At the end none is left, whatever happened."""
+
+    def __init__(self, topology: Topology = TOPOLOGY, **sizes: Any) -> None:
+        self.topology, self.sizes = topology, {**SIZES, **sizes}
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank
+        self.ranks: list[Rank] = []
+        self.started: list[Rank] = []
+
+    def __enter__(self) -> Cluster:
+        self.ranks = [self.start(rank) for rank in range(self.topology.world_size)]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for rank in self.started:
+            if kind is not None or rank.process.exitcode is None:
+                rank.process.kill()
+            rank.process.join(PATIENCE)
+            rank.connection.close()
+        left = [rank.name for rank in self.started if Path(f"/proc/{rank.process.pid}").exists()]
+        assert not left, f"still running: {left}"
+
+    def start(self, rank: int) -> Rank:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "afd_ops", "pytest"])  # what each child would load for itself
+        ours, theirs = context.Pipe()
+        args = (theirs, rank, self.topology, self.store.port, self.sizes)
+        process = context.Process(target=_child, args=args, daemon=True)
+        process.start()
+        theirs.close()
+        self.started.append(Rank(process, ours, self.topology, rank))
+        return self.started[-1]
+
+    @property
+    def attention(self) -> list[Rank]:
+        return self.ranks[: self.topology.attention_size]
+
+    @property
+    def ffn(self) -> list[Rank]:
+        return self.ranks[self.topology.attention_size :]
+
+    def all(self, command: str, *args: Any, among: list[Rank] | None = None) -> list[Any]:
+        """Told to all, then awaited of all."""
+        ranks = self.ranks if among is None else among
+        for rank in ranks:
+            rank.tell(command, *args)
+        return [rank.value(command) for rank in ranks]
+
+    def end(self, ranks: list[Rank]) -> None:
+        """These close what they have not closed, keep nothing, and end."""
+        self.all("close", among=ranks)
+        assert self.all("leftovers", among=ranks) == [0] * len(ranks), "shared memory is still mapped"
+        self.all("quit", among=ranks)
+        for rank in ranks:
+            rank.process.join(PATIENCE)
+            assert rank.process.exitcode == 0, rank.name
+
+
+# The matrix.
+
+# What the ranks that needed the victim raise, and its text.
+RAISED = {
+    "kill": ("PeerFailedError", "{}'s process ended without closing its window"),
+    "exit": ("PeerFailedError", "{}'s process ended without closing its window"),
+    "leave": ("PeerLeftError", "{} closed its window"),
+    "exception": ("PeerFailedError", "{} failed and poisoned this window"),
+    "long pause": ("PeerTimeoutError", "{} did not answer within 1.2 s"),
+}
+LAYER, STAGE, WARM = 7, 1, 3  # WARM steps first, so that the step at hand has sequence 3, in ring 1
+
+
+class Cell:
+    """One fault, at one point, of one rank."""
+
+    def __init__(self, cluster: Cluster, fault: str, role: str, point: str, victim: int, delay: float) -> None:
+        self.cluster, self.fault, self.point, self.delay = cluster, fault, point, delay
+        self.deadline = cluster.sizes["deadline"]
+        group = cluster.attention if role == "attention" else cluster.ffn
+        self.victim = group[victim]
+        self.attention = [rank for rank in cluster.attention if rank is not self.victim]
+        self.ffn = [rank for rank in cluster.ffn if rank is not self.victim]
+        self.paused = fault in ("pause", "long pause")
+        self.waiting = self.struck = 0.0  # since when
+
+    def play(self) -> None:
+        self.lead()
+        time.sleep(self.delay)
+        self.strike()
+        if self.victim.role == "attention":
+            self.after_attention()
+        else:
+            self.after_ffn()
+
+    def lead(self) -> None:
+        """Everyone to the point; whoever does not matter there runs."""
+        held = {"attention": self.cluster.ffn, "ffn": [self.victim]}[self.victim.role]
+        if self.point == ANYWHERE:
+            for rank in self.cluster.attention:
+                rank.tell("free", LAYER, STAGE)
+            return
+        if self.point == IDLE:
+            return
+        if self.point == HELD or (self.point == BETWEEN and self.victim.role == "ffn"):
+            for rank in held:
+                rank.do("hold", ARRIVE)
+                rank.arrived(ARRIVE)
+        stop = BEFORE if self.point == BEFORE else BETWEEN
+        for rank in self.cluster.attention:
+            rank.tell("step", LAYER, STAGE, stop)
+        for rank in self.cluster.attention:
+            rank.arrived(stop)
+        if self.point == HELD:
+            for rank in held:
+                rank.do("hold", HELD)  # takes what both attention ranks have sent
+                rank.arrived(HELD)
+        if self.point != BEFORE and self.victim.role == "ffn":
+            self.waiting = time.monotonic()
+            self.cluster.all("hold", among=self.cluster.attention)  # they wait in combine
+        if self.point == HELD and self.victim.role == "attention" and (self.paused or self.fault == "kill"):
+            self.cluster.all("hold", among=self.cluster.attention)
+            time.sleep(0.05)  # so does the victim: it cannot say so from inside the op
+
+    def strike(self) -> None:
+        self.struck = time.monotonic()
+        if self.paused:
+            self.victim.signal(signal.SIGSTOP)
+        elif self.fault == "kill":
+            self.victim.signal(signal.SIGKILL)
+        else:
+            self.victim.tell(self.fault)
+        if self.fault in ("kill", "exit", "leave"):
+            self.victim.process.join(PATIENCE)
+            assert self.victim.process.exitcode == (-signal.SIGKILL if self.fault == "kill" else 0)
+
+    def wake(self) -> None:
+        """The victim goes on, if it can."""
+        if self.paused:
+            self.victim.tell("hold")
+            self.victim.signal(signal.SIGCONT)
+            self.victim.value("hold")
+
+    def rest(self, least: float) -> None:
+        """The pause lasts at least this long."""
+        if self.paused:
+            time.sleep(max(0.0, self.struck + least - time.monotonic()))
+
+    def in_time(self, at: float) -> None:
+        """Whoever needed the victim knew within the deadline; by the deadline only if nothing else could tell it."""
+        waited = at - (self.waiting or self.struck)
+        least, most = (self.deadline, SLACK + self.deadline) if self.fault == "long pause" else (0.0, self.deadline)
+        assert 0.95 * least <= waited < most, f"after {waited:.2f} s"
+
+    @property
+    def command(self) -> str:
+        """What the attention ranks are at."""
+        return "free" if self.point == ANYWHERE else "step"
+
+    def finish(self, rank: Rank) -> None:
+        """This attention rank ends what it is at, and its results are exact."""
+        if self.point == ANYWHERE:
+            time.sleep(self.delay)
+            rank.do("enough")
+        if self.point != IDLE:
+            rank.do("hold")
+            rank.value(self.command)
+
+    # An attention rank was struck: nobody else stops.
+
+    def after_attention(self) -> None:
+        for rank in self.ffn:
+            rank.do("hold")
+        for rank in self.attention:
+            self.finish(rank)
+        self.cluster.all("steps", WARM, LAYER, STAGE, among=self.attention)
+        self.rest(self.deadline * 1.1 if self.fault == "long pause" else PAUSE)
+        self.wake()
+        failed = self.fault in ("kill", "exit")
+        if self.paused:  # it needs no one's patience: its answers were written meanwhile
+            self.finish(self.victim)
+            self.victim.do("steps", WARM, LAYER, STAGE)
+        elif self.fault == "exception" and self.point != IDLE:
+            error, _ = self.victim.error(self.command)
+            assert error.kind == "Boom"
+            failed = self.gave_up()
+        kind, text = RAISED.get(self.fault, ("", ""))
+        for rank in self.ffn:  # know it within the deadline
+            records = self.records(rank, failed)
+            assert len(records) == failed, records
+            for record in records:
+                assert (record["kind"] + "Error", record["peer"]) == (kind, self.victim.role_rank)
+                assert record["op"] == "arrive" and text.format(self.victim.name) in record["message"]
+        self.cluster.all("steps", WARM, LAYER, STAGE, among=self.attention)
+
+        self.cluster.end(self.attention)
+        if self.victim.process.exitcode is None:
+            self.cluster.end([self.victim])
+        for rank in self.ffn:  # served the others to their end, and raise then
+            _, error, _ = rank.hear("serve")
+            assert (error is not None) == failed, error
+            assert error is None or (error.kind, error.peer) == (kind, self.victim.role_rank), error
+        self.cluster.end(self.ffn)
+
+    def gave_up(self) -> bool:
+        """Whether the exception stopped the victim's own window: it does if a dispatch waited for its combine."""
+        self.victim.tell("check")
+        error = self.victim.hear("check").error
+        assert error is None or (error.kind, error.peer) == ("RankFailedError", -1), error
+        assert error is None or f"{self.victim.name} gave up on this window" in error.text
+        if self.point != ANYWHERE:
+            assert (error is not None) == (self.point in (BETWEEN, HELD))
+        return error is not None
+
+    def records(self, rank: Rank, failed: bool) -> list[dict[str, Any]]:
+        while True:
+            records: list[dict[str, Any]] = rank.do("errors")
+            if bool(records) == failed or time.monotonic() > self.struck + self.deadline:
+                return records
+            time.sleep(0.01)
+
+    # An FFN rank was struck: the attention ranks stop, unless they had to wait less than their deadline.
+
+    def after_ffn(self) -> None:
+        noticed = self.fault != "pause" and not (self.fault == "long pause" and self.point == IDLE)
+        if self.point == BEFORE:
+            self.cluster.all("hold", among=self.attention)
+        if not noticed:
+            self.rest(self.deadline * 1.1 if self.fault == "long pause" else PAUSE)
+            self.wake()
+            for rank in self.attention:
+                self.finish(rank)
+            self.cluster.all("steps", WARM, LAYER, STAGE, among=self.attention)
+            self.cluster.end(self.attention)
+            for rank in self.cluster.ffn:
+                rank.value("serve")
+            self.cluster.end(self.cluster.ffn)
+            return
+        for rank in self.attention:
+            self.assert_stopped(rank)
+        for rank in self.ffn:  # told by the attention ranks, both of which it served
+            error, at = rank.error("serve")
+            assert (error.kind, error.op, error.peer) == ("PeerFailedError", "arrive", 0), error
+            assert f"{self.cluster.attention[0].name} failed and poisoned this window" in error.text
+            self.in_time(at)
+        survivors = [*self.attention, *self.ffn]
+        self.wake()
+        if self.victim.process.exitcode is None:
+            error, _ = self.victim.error("serve")
+            if self.fault == "exception":
+                assert error.kind == "Boom"
+            elif self.point == HELD:  # it knows first that it was too late
+                assert (error.kind, error.op, error.peer) == ("PeerTimeoutError", "reply", 0), error
+                assert (error.layer, error.stage, error.ring, error.sequence) == (LAYER, STAGE, 1, WARM)
+                assert f"{self.cluster.attention[0].name} was not answered within {self.deadline} s" in error.text
+            else:
+                assert error.kind == "PeerFailedError" or self.point == ANYWHERE, error
+            survivors.append(self.victim)
+        self.cluster.end(survivors)
+
+    def assert_stopped(self, rank: Rank) -> None:
+        """This attention rank has stopped within the deadline, and its exception says where it stood."""
+        if self.point == ANYWHERE:
+            error, at = rank.error("free")
+            assert error.op in ("dispatch", "combine", "host")
+        elif self.point == IDLE and self.fault != "leave":
+            while True:  # as an engine would, before it uses an output
+                rank.tell("check")
+                outcome = rank.hear("check")
+                if outcome.error is not None or time.monotonic() > self.struck + self.deadline:
+                    break
+            assert outcome.error is not None, "check() did not notice"
+            error, at = outcome.error, outcome.at
+            assert (error.op, error.layer, error.stage, error.ring, error.sequence) == ("host", -1, -1, -1, -1)
+        else:
+            if self.point == IDLE:  # a peer that left is missed by whoever needs it
+                rank.do("check")
+                rank.tell("step", LAYER, STAGE)
+            error, at = rank.error("step")
+            ops = {"combine"} if self.point in (BETWEEN, HELD) or self.fault == "long pause" else {"dispatch"}
+            if self.point == BEFORE and self.fault != "leave":
+                ops.add("combine")  # it hears a moment later
+            assert error.op in ops, error
+            assert (error.layer, error.stage, error.ring, error.sequence) == (LAYER, STAGE, 1, WARM), error
+        kind, text = RAISED[self.fault]
+        assert (error.kind, error.peer) == (kind, self.victim.role_rank), error
+        assert text.format(self.victim.name) in error.text
+        self.in_time(at)
+        rank.tell("step", LAYER, STAGE)  # it has stopped for good
+        again, _ = rank.error("step")
+        assert (again.kind, again.peer) == (kind, self.victim.role_rank)
+
+
+@contextmanager
+def serving(**sizes: Any) -> Iterator[Cluster]:
+    """A cluster whose FFN ranks serve, and whose attention ranks have made WARM steps."""
+    with Cluster(**sizes) as cluster:
+        cluster.all("open", "afd")
+        for rank in cluster.ffn:
+            rank.tell("serve")
+        cluster.all("steps", WARM, LAYER, STAGE, among=cluster.attention)
+        yield cluster
+
+
+def strike(fault: str, role: str, point: str, victim: int, delay: float = 0.0) -> None:
+    with serving(deadline=SHORT_DEADLINE if fault == "long pause" else DEADLINE) as cluster:
+        Cell(cluster, fault, role, point, victim, delay).play()
+
+
+CELLS = list(itertools.product(FAULTS, ("attention", "ffn"), POINTS))
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    if "cell" in metafunc.fixturenames:
+        metafunc.parametrize("cell", range(len(CELLS)), ids=[" ".join(cell).replace(" ", "_") for cell in CELLS])
+
+
+def test_whoever_needs_the_victim_says_so_in_time_and_the_others_carry_on(cell: int) -> None:
+    strike(*CELLS[cell], victim=(cell + cell // 4) % 2)
+
+
+def test_all_attention_ranks_die_and_the_servers_end() -> None:
+    with serving() as cluster:
+        for rank in cluster.attention:
+            rank.signal(signal.SIGKILL)
+        begin = time.monotonic()
+        for rank in cluster.ffn:
+            error, at = rank.error("serve")
+            assert (error.kind, error.peer) == ("PeerFailedError", 0) and at - begin < DEADLINE
+            assert [record["peer"] for record in rank.do("errors")] == [0, 1]
+        cluster.end(cluster.ffn)
+
+
+def test_a_rank_of_each_role_dies_at_once() -> None:
+    with serving() as cluster:
+        (dead, alive), (gone, left) = cluster.attention, cluster.ffn
+        for rank in (dead, gone):
+            rank.signal(signal.SIGKILL)
+        begin = time.monotonic()
+        alive.tell("step", LAYER, STAGE)
+        error, at = alive.error("step")
+        assert (error.kind, error.peer) == ("PeerFailedError", 0) and at - begin < DEADLINE
+        error, at = left.error("serve")
+        assert error.kind == "PeerFailedError" and at - begin < DEADLINE
+        assert [record["message"].split(" failed")[0].split("'s")[0] for record in left.do("errors")] == [
+            "rank 0 (attention 0)",
+            "rank 1 (attention 1)",
+        ]
+        cluster.end([alive, left])
+
+
+def test_an_answer_that_is_there_is_taken_and_only_check_says_that_its_rank_is_gone() -> None:
+    """Why check() comes first: combine has all it needs and returns; nothing in it tells that the rank has ended."""
+    with serving() as cluster:
+        asking, (victim, _) = cluster.attention[0], cluster.ffn
+        asking.tell("step", LAYER, STAGE, BETWEEN)
+        asking.arrived(BETWEEN)
+        for rank in cluster.ffn:
+            until(lambda rank=rank: rank.do("stats")["replies"] == 2 * WARM + 1)
+        victim.signal(signal.SIGKILL)
+        victim.process.join(PATIENCE)
+        asking.do("hold")
+        _, error, _ = asking.hear("step")  # raised by its check(), or not even yet, but not by combine
+        assert error is None or (error.kind, error.op) == ("PeerFailedError", "host"), error
+        until(lambda: (asking.tell("check"), asking.hear("check").error)[1] is not None)
+
+
+ENDS = """
+import sys, torch, afd_ops, harness
+from test_failures import SIZES
+from torch.distributed import TCPStore
+bootstrap = afd_ops.Bootstrap(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), 1, 2, timeout=20)
+window = afd_ops.Window(afd_ops.Topology(1, 1, 2), bootstrap, **SIZES)
+server = afd_ops.ExpertServer(window, harness.experts_of(window.topology, 0))
+while not server.step():
+    pass
+"""
+
+
+def test_a_script_that_ends_without_close_ends_well_and_its_peer_is_told() -> None:
+    """faults: a destructor that is collective hangs the interpreter's end; nobody notices a rank that just ended."""
+    topology, store = Topology(1, 1, 2), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-c", ENDS, str(store.port)]
+    places = os.pathsep.join([str(Path(__file__).parent), str(Path(afd_ops.__file__).parent.parent)])
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": places}) as script:
+        try:
+            with Window(topology, Bootstrap(store, 0, 2, timeout=PATIENCE), **SIZES) as window:
+                step = random_step(topology, 6)
+                module = RemoteExperts(LAYER, STAGE).attach(window)
+                ticket = module.dispatch(*step[:3])
+                assert torch.equal(module.combine(ticket, step[3]), expected(topology, *step))
+                assert script.wait(PATIENCE) == 0
+                begin = time.monotonic()
+                try:
+                    module(*step)
+                except (afd_ops.PeerFailedError, afd_ops.PeerLeftError) as error:
+                    assert error.peer == 0 and "rank 1 (ffn 0)" in str(error)
+                    assert time.monotonic() - begin < DEADLINE
+                else:
+                    raise AssertionError("nobody noticed")
+        finally:
+            script.kill()
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+_before: set[str] = set()
+
+
+def setup_module() -> None:
+    _before.update(entry.name for entry in Path("/dev/shm").iterdir())
+
+
+def teardown_module() -> None:
+    """Nothing with a name stays behind; others on this machine may use /dev/shm for a moment."""
+    deadline = time.monotonic() + SLACK
+    while left := {entry.name for entry in Path("/dev/shm").iterdir()} - _before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def soak(rounds: int, seed: int) -> int:
+    """The full product, and each fault at a random moment besides; returns how many went wrong."""
+    rng, wrong, done = random.Random(seed), 0, 0
+    cells = [*CELLS, *itertools.product(FAULTS, ("attention", "ffn"), (ANYWHERE,))]
+    for turn in range(rounds):
+        begin = time.monotonic()
+        for cell in rng.sample(cells, len(cells)):
+            victim, delay = rng.randrange(2), rng.choice((0.0, rng.random() * 0.001, rng.random() * 0.1))
+            try:
+                strike(*cell, victim, delay)
+            except Exception:
+                wrong += 1
+                print(f"{cell}, victim {victim}, delay {delay:.6f} s:\n{traceback.format_exc()}", flush=True)
+            done += 1
+        print(f"round {turn + 1}: {done} faults, {wrong} wrong, {time.monotonic() - begin:.0f} s", flush=True)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    args = parser.parse_args()
+    print(f"faults of {Path(afd_ops.__file__).parent} with seed {args.seed}", flush=True)
+    import test_failures  # children find what they run by this name, not by __main__
+
+    wrong = test_failures.soak(args.rounds, args.seed)
+    print("FAIL" if wrong else "PASS")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

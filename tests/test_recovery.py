@@ -1,0 +1,1064 @@
+"""Going on after a fault, and without one: reset, a new window, degraded mode, cancel, drain, dummy steps, several
+windows, threads, forks."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import torch
+from harness import expected, random_step
+from test_failures import (
+    ARRIVE,
+    BETWEEN,
+    HELD,
+    LAYER,
+    PATIENCE,
+    SLACK,
+    STAGE,
+    TOPOLOGY,
+    WARM,
+    Cluster,
+    Puppet,
+    Rank,
+    Seen,
+    serving,
+    until,
+)
+from torch import Tensor
+from torch.distributed import HashStore
+
+import afd_ops
+from afd_ops import _C, ExpertServer, RemoteExperts, Topology, Window
+
+pytestmark = pytest.mark.usefixtures("seed")
+
+AT_ONCE = 1.5  # seconds, far below the deadlines of these tests
+
+
+# reset(), all ranks alive.
+
+
+def ask(puppet: Puppet, stage: int) -> None:
+    """A dispatch whose ticket is kept."""
+    module = RemoteExperts(LAYER, stage).attach(puppet.window)
+    step = random_step(puppet.window.topology, 6)
+    puppet.kept = [*(puppet.kept or []), (module, module.dispatch(*step[:3]), step)]
+
+
+def combine_kept(puppet: Puppet) -> list[Seen | None]:
+    """How the kept tickets fare; None: exact."""
+    seen: list[Seen | None] = []
+    for module, ticket, step in puppet.kept:
+        try:
+            with puppet.window.step():
+                out = module.combine(ticket, step[3])
+            assert torch.equal(out, expected(puppet.window.topology, *step)), "not exact"
+            seen.append(None)
+        except afd_ops.AfdError as error:
+            seen.append(Seen.of(error))
+    return seen
+
+
+def assert_refused(rank: Rank, generation: int) -> None:
+    for seen in rank.do("call", combine_kept):
+        assert seen is not None and seen.kind == "StaleError", seen
+        assert f"ticket is of generation 0, but the window is at {generation}" in seen.text
+
+
+def time_out(cluster: Cluster) -> None:
+    (asking, _), (late, _) = cluster.attention, cluster.ffn
+    late.do("hold", ARRIVE)
+    late.arrived(ARRIVE)
+    asking.tell("step", LAYER, STAGE)
+    assert asking.error("step")[0].kind == "PeerTimeoutError"
+    late.do("hold")
+
+
+def interrupt_attention(cluster: Cluster) -> None:
+    victim = cluster.attention[1]
+    victim.tell("step", LAYER, STAGE, BETWEEN)
+    victim.arrived(BETWEEN)
+    victim.tell("exception")
+    assert victim.error("step")[0].kind == "Boom"
+
+
+def interrupt_experts(cluster: Cluster) -> None:
+    (asking, _), (victim, _) = cluster.attention, cluster.ffn
+    victim.do("hold", HELD)
+    asking.tell("step", LAYER, STAGE)
+    victim.arrived(HELD)
+    victim.tell("exception")
+    assert asking.error("step")[0].kind == "PeerFailedError"
+    victim.do("hold")
+
+
+def give_up(cluster: Cluster) -> None:
+    cluster.attention[0].do("poison")
+
+
+def nothing(cluster: Cluster) -> None:
+    pass
+
+
+@pytest.mark.parametrize("fault", [nothing, time_out, interrupt_attention, interrupt_experts, give_up])
+def test_reset_makes_every_rank_go_on_and_nothing_of_before_is_paired(fault: Callable[[Cluster], None]) -> None:
+    """fault: a late reply of before pairs with the next request of that ring and looks plausible."""
+    with serving(deadline=0.6) as cluster:
+        ids = [rank.do("call", window_id) for rank in cluster.ranks]
+        for rank in cluster.attention:
+            for _ in range(2):
+                rank.do("call", ask, 0)  # answered, and never combined: its replies are in the slots at the reset
+        fault(cluster)
+        for turn in (1, 2):
+            for rank in cluster.ffn:
+                rank.tell("stop")
+            for rank in cluster.ffn:
+                rank.hear("stop")
+                rank.hear("serve")
+            cluster.all("reset")
+            assert cluster.all("generation") == [turn] * 4
+            assert [rank.do("call", window_id) for rank in cluster.ranks] == ids
+            assert cluster.all("errors") == [[]] * 4
+            for rank in cluster.ffn:
+                rank.tell("serve")
+            for rank in cluster.attention:
+                assert_refused(rank, turn)
+            for stage in (0, 1):
+                cluster.all("steps", 3, LAYER, stage, among=cluster.attention)
+            for rank in cluster.attention:
+                assert_refused(rank, turn)
+            cluster.all("check")
+        cluster.end(cluster.attention)
+        for rank in cluster.ffn:
+            rank.value("serve")
+        cluster.end(cluster.ffn)
+
+
+def window_id(puppet: Puppet) -> int:
+    return puppet.window.id
+
+
+# After a death: a new window.
+
+
+@pytest.mark.parametrize("meet", ["on the store of before", "at a new address"])
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_survivors_and_a_restarted_rank_are_at_work_again_within_two_seconds(victim: int, meet: str) -> None:
+    with serving() as cluster:
+        dead = cluster.ranks[victim]
+        survivors = [rank for rank in cluster.ranks if rank is not dead]
+        cluster.all("hold", BETWEEN, among=cluster.attention)
+        for rank in cluster.attention:
+            rank.tell("step", LAYER, STAGE, BETWEEN)
+        for rank in cluster.attention:
+            rank.arrived(BETWEEN)
+        dead.signal(signal.SIGKILL)
+        begin = time.monotonic()
+
+        for rank in survivors:  # each as soon as it knows, without a word to the others
+            if rank.role == "attention":
+                if dead.role == "ffn":
+                    rank.do("hold")
+                    rank.hear("step")  # exact if the answer was there, else typed: test_failures has it
+                else:
+                    rank.do("hold")
+                    rank.value("step")
+                asked = time.monotonic()
+                rank.do("close")
+                assert time.monotonic() - asked < AT_ONCE
+        for rank in survivors:
+            if rank.role == "ffn":
+                rank.hear("serve")
+                rank.do("close")
+        assert cluster.all("leftovers", among=survivors) == [0, 0, 0]
+
+        again = cluster.start(victim)
+        cluster.ranks[victim] = again
+        address = f"127.0.0.1:{harness.free_port()}" if meet == "at a new address" else ""
+        cluster.all("open", "again", None, None, address)
+        for rank in cluster.ffn:
+            rank.tell("serve")
+        cluster.all("steps", WARM, LAYER, STAGE, among=cluster.attention)
+        took = time.monotonic() - begin
+        print(f"{took:.2f} s from SIGKILL to {WARM} exact steps on every attention rank")
+        assert took < 2.0
+        cluster.end(cluster.attention)
+        for rank in cluster.ffn:
+            rank.value("serve")
+        cluster.end(cluster.ffn)
+
+
+def test_reset_with_a_dead_rank_names_it_and_close_still_works() -> None:
+    with serving() as cluster:
+        survivors, dead = cluster.ranks[:3], cluster.ranks[3]
+        cluster.ffn[0].do("stop")
+        cluster.ffn[0].value("serve")
+        dead.signal(signal.SIGKILL)
+        dead.process.join(PATIENCE)
+        cluster.all("call", shorten, 0.5, among=survivors)
+        for rank in survivors:
+            rank.tell("reset")
+        for rank in survivors:
+            error, _ = rank.error("reset")
+            assert error.kind == "BootstrapError" and "waited 0.5 s for rank 3 " in error.text
+        cluster.end(survivors)
+
+
+def shorten(puppet: Puppet, seconds: float) -> None:
+    puppet.window.bootstrap.timeout = seconds
+
+
+@pytest.mark.parametrize("exchange", [1, 2, 3, 4])
+def test_a_rank_killed_during_construction_is_named_and_leaves_nothing(exchange: int) -> None:
+    """1 validate, 2 allocate, 3 map, 4 the last barrier: killed before it says its word."""
+    with Cluster() as cluster:
+        survivors, victim = cluster.ranks[:3], cluster.ranks[3]
+        cluster.all("call", loaded)
+        for rank in cluster.ranks:
+            rank.tell("call", open_halted, exchange, False, rank is victim)
+        for rank in cluster.ranks:
+            rank.arrived("exchange")
+        victim.signal(signal.SIGKILL)
+        for rank in survivors:
+            error, _ = rank.error("call")
+            assert error.kind == "BootstrapError" and "waited 1.0 s for rank 3 " in error.text
+        assert cluster.all("leftovers", among=survivors) == [0] * 3
+        cluster.ranks[3] = cluster.start(3)
+        cluster.all("open", "again")
+        cluster.end(cluster.ranks)
+
+
+def test_a_rank_killed_before_its_memory_is_mapped_is_named_and_leaves_nothing() -> None:
+    """fault: the error speaks of a process and of containers, and nobody knows which rank has died."""
+    with Cluster() as cluster:
+        survivors, victim = cluster.ranks[:3], cluster.ranks[3]
+        cluster.all("call", loaded)
+        for rank in cluster.ranks:
+            rank.tell("call", open_halted, 2, True, True)
+        for rank in cluster.ranks:
+            rank.arrived("exchange")
+        victim.signal(signal.SIGKILL)
+        victim.process.join(PATIENCE)
+        cluster.all("hold", among=survivors)
+        for rank in survivors:
+            error, _ = rank.error("call")
+            assert error.kind == "BootstrapError" and "rank 3" in error.text, error
+        assert cluster.all("leftovers", among=survivors) == [0] * 3
+
+
+def loaded(puppet: Puppet) -> None:
+    """Nothing, but now this file is loaded there."""
+
+
+def open_halted(puppet: Puppet, halt: int, after: bool, stay: bool) -> None:
+    """Opens a window; says when it comes to (or from) this exchange, and may stay there."""
+    bootstrap = afd_ops.Bootstrap(puppet.store, puppet.rank, puppet.topology.world_size, name="first", timeout=1.0)
+    gather, count = bootstrap.all_gather, 0
+
+    def halted(payload: str = "") -> list[str]:
+        nonlocal count
+        count += 1
+        answers = gather(payload) if after else []
+        if count == halt and stay:
+            puppet.stops = {"exchange"}
+            puppet.reach("exchange")
+        elif count == halt:
+            puppet.connection.send(("at exchange", None))
+        return answers if after else gather(payload)
+
+    bootstrap.all_gather = halted  # type: ignore[method-assign]
+    Window(puppet.topology, bootstrap, **puppet.sizes)
+
+
+# Degraded mode.
+
+
+def without(topology: Topology, ids: Tensor, *ranks: int) -> Tensor:
+    """The ids, less those whose experts live on these FFN ranks."""
+    owners = torch.tensor([owner for owner, _ in topology.expert_map] + [-1])
+    return torch.where(torch.isin(owners[ids], torch.tensor(ranks)), -1, ids)
+
+
+def affected(topology: Topology, ids: Tensor, *ranks: int) -> Tensor:
+    return (without(topology, ids, *ranks) != ids).any(dim=1)
+
+
+@contextlib.contextmanager
+def served(topology: Topology, *ffn: int, **sizes: Any) -> Any:
+    """All windows of this process; only these FFN ranks are served."""
+    with harness.windows(topology, **sizes) as windows:
+        servers = [ExpertServer(windows[topology.attention_size + f], harness.experts_of(topology, f)) for f in ffn]
+        threads = [threading.Thread(target=server.run, daemon=True) for server in servers]
+        for thread in threads:
+            thread.start()
+        yield windows
+        for server in servers:
+            server.stop()
+        for thread in threads:
+            thread.join(PATIENCE)
+
+
+def assert_degraded(window: Window, *masked: int, stage: int = 0, tokens: int = 8) -> None:
+    """A step of which only the masked ranks' contributions are missing, and whose ticket says from which tokens."""
+    topology, module = window.topology, RemoteExperts(LAYER, stage).attach(window)
+    x, ids, weights, base = random_step(topology, tokens)
+    begin = time.monotonic()
+    with window.step():
+        ticket = module.dispatch(x, ids, weights)
+        out = module.combine(ticket, base)
+    assert time.monotonic() - begin < AT_ONCE
+    assert torch.equal(window.affected(ticket), affected(topology, ids, *masked))
+    assert torch.equal(out, expected(topology, x, without(topology, ids, *masked), weights, base))
+
+
+@pytest.mark.parametrize("masked", [(1,), (0, 2), (0, 1, 2)])
+def test_a_masked_rank_gets_nothing_and_nobody_waits_for_it(masked: tuple[int, ...]) -> None:
+    topology = Topology(2, 3, 7)
+    with served(topology, *({0, 1, 2} - set(masked))) as windows:
+        window = windows[0]
+        for rank in masked:
+            window.mask(rank)
+        for turn in range(6):
+            assert_degraded(window, *masked, tokens=(8, 0, 1, 16, 3, 8)[turn])
+        assert [window.stats()["bytes_sent"][rank] for rank in masked] == [0] * len(masked)
+        for rank in masked:
+            server = ExpertServer(windows[2 + rank], harness.experts_of(topology, rank))
+            assert server.step() == 0 and windows[2 + rank].errors() == []
+
+
+def test_a_mask_is_one_ranks_own_and_ends_with_reset() -> None:
+    topology = Topology(2, 2, 4)
+    with harness.windows(topology) as windows:
+        windows[0].mask(1)
+        for turn in range(2):
+            servers = [ExpertServer(w, harness.experts_of(topology, w.role_rank)) for w in windows[2:]]
+            threads = [threading.Thread(target=server.run, daemon=True) for server in servers]
+            for thread in threads:
+                thread.start()
+            assert_degraded(windows[0], *((1,) if turn == 0 else ()))
+            assert_degraded(windows[1])
+            for server in servers:
+                server.stop()
+            for thread in threads:
+                thread.join(PATIENCE)
+            if turn == 0:
+                together(*(window.reset for window in windows))
+
+
+def test_a_rank_masked_in_mid_step_may_answer_late_and_nothing_takes_it() -> None:
+    """fault: the reply that nobody waited for is taken for the answer to the ring's next request."""
+    topology = Topology(1, 2, 4)
+    with served(topology, 0, depth=1) as windows:
+        window, late = windows[0], ExpertServer(windows[2], harness.experts_of(topology, 1))
+        module, step = RemoteExperts(LAYER).attach(window), random_step(topology, 8)
+        ticket = module.dispatch(*step[:3])
+        window.mask(1)
+        out = module.combine(ticket, step[3])
+        assert torch.equal(out, expected(topology, step[0], without(topology, step[1], 1), *step[2:]))
+        assert torch.equal(window.affected(ticket), affected(topology, step[1], 1))
+        assert late.step() == 1  # its reply lands in a ring that has moved on
+        for _ in range(3):
+            assert_degraded(window, 1)
+
+
+def test_masking_from_another_thread_ends_the_wait() -> None:
+    topology = Topology(1, 2, 4)
+    with served(topology, 0) as windows:
+        window = windows[0]
+        module, (x, ids, weights, base) = RemoteExperts(LAYER).attach(window), random_step(topology, 8)
+        ticket = module.dispatch(x, ids, weights)
+        threading.Timer(0.1, window.mask, [1]).start()
+        begin = time.monotonic()
+        out = module.combine(ticket, base)
+        assert 0.09 < time.monotonic() - begin < AT_ONCE
+        assert torch.equal(out, expected(topology, x, without(topology, ids, 1), weights, base))
+
+
+def test_affected_knows_more_than_32_ffn_ranks() -> None:
+    topology = Topology(1, 66, 66)
+    with harness.windows(topology, tokens=66, topk=1) as (window, *_):
+        ids = torch.arange(66).flip(0).reshape(66, 1)
+        for rank in (0, 31, 32, 63, 65):
+            window.mask(rank)
+        ticket = RemoteExperts(LAYER).attach(window).dispatch(torch.ones(66, 16), ids, torch.ones(66, 1))
+        assert torch.equal(window.affected(ticket), affected(topology, ids, 0, 31, 32, 63, 65))
+        assert window.affected(ticket).sum() == 5
+
+
+def test_only_an_attention_rank_masks_and_only_a_rank_that_exists() -> None:
+    with harness.windows(Topology(1, 2, 4)) as (attention, ffn, _):
+        with pytest.raises(ValueError, match=re.escape("rank 1 (ffn 0), expected an attention rank")):
+            ffn.mask(0)
+        for rank in (-1, 2):
+            with pytest.raises(ValueError, match=f"ffn rank is {rank}, expected 0 to 1"):
+                attention.mask(rank)
+
+
+def test_a_mask_does_not_revive_a_window_that_has_stopped() -> None:
+    """The limit of degraded mode: mask() comes before the window notices, or else a new window does."""
+    with harness.windows(Topology(1, 2, 4)) as (attention, _, ffn):
+        ffn.poison()
+        with pytest.raises(afd_ops.PeerFailedError):
+            attention.check()
+        attention.mask(1)
+        with pytest.raises(afd_ops.PeerFailedError):
+            attention.check()
+
+
+def mask(puppet: Puppet, ffn_rank: int) -> None:
+    puppet.window.mask(ffn_rank)
+
+
+def degraded(puppet: Puppet, *masked: int) -> None:
+    for _ in range(3):
+        assert_degraded(puppet.window, *masked)
+    puppet.window.check()
+
+
+def dispatch_then_mask(puppet: Puppet, masked: int) -> None:
+    """A dispatch that the masked rank was sent, and never answers."""
+    window = puppet.window
+    module, (x, ids, weights, base) = RemoteExperts(LAYER).attach(window), random_step(window.topology, 6)
+    with window.step():
+        ticket = module.dispatch(x, ids, weights)
+        puppet.stops = {BETWEEN}
+        puppet.reach(BETWEEN)
+        window.mask(masked)
+        out = module.combine(ticket, base)
+    assert torch.equal(out, expected(window.topology, x, without(window.topology, ids, masked), weights, base))
+    assert torch.equal(window.affected(ticket), affected(window.topology, ids, masked))
+
+
+@pytest.mark.parametrize("when", ["masked, then dead", "dead, then masked", "dead in mid-step, then masked"])
+def test_attention_goes_on_without_a_masked_rank_that_died(when: str) -> None:
+    with serving() as cluster:
+        victim, other = cluster.ffn[1], cluster.ffn[0]
+        if when == "masked, then dead":
+            cluster.all("call", mask, 1, among=cluster.attention)
+            cluster.all("call", degraded, 1, among=cluster.attention)
+        if when == "dead in mid-step, then masked":
+            victim.do("hold", ARRIVE)
+            victim.arrived(ARRIVE)
+            for rank in cluster.attention:
+                rank.tell("call", dispatch_then_mask, 1)
+            for rank in cluster.attention:
+                rank.arrived(BETWEEN)
+        victim.signal(signal.SIGKILL)
+        victim.process.join(PATIENCE)
+        time.sleep(0.05)  # the attention ranks have heard of it
+        if when == "dead in mid-step, then masked":
+            for rank in cluster.attention:
+                rank.do("hold")
+                rank.value("call")
+        elif when == "dead, then masked":
+            cluster.all("call", mask, 1, among=cluster.attention)
+        cluster.all("call", degraded, 1, among=cluster.attention)
+        assert other.do("errors") == []
+        cluster.end(cluster.attention)
+        other.value("serve")
+        cluster.end([other])
+
+
+# Cancel.
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_cancelled_step_frees_its_ring_and_the_next_is_exact(depth: int) -> None:
+    topology = Topology(1, 2, 4)
+    with harness.serving(topology, depth=depth) as (window,):
+        module = RemoteExperts(LAYER).attach(window)
+        for turn in range(5):
+            tickets = []
+            for tokens in range(depth):
+                tickets.append(module.dispatch(*random_step(topology, 8 * tokens)[:3]))
+            for ticket in tickets[:: 1 if turn % 2 else -1]:
+                with window.step():
+                    module.cancel(ticket)
+            assert _C.in_flight(window.id) == 0
+            for ticket in tickets:
+                with pytest.raises(afd_ops.StaleError, match="not in flight"), window.step():
+                    module.combine(ticket, torch.zeros(ticket.shape[0] - 1, 16))
+                with pytest.raises(afd_ops.StaleError, match="not in flight"), window.step():
+                    module.cancel(ticket)
+            step = random_step(topology, 8)
+            assert torch.equal(module(*step), expected(topology, *step))
+
+
+def test_a_cancelled_step_between_two_others_disturbs_neither() -> None:
+    topology = Topology(2, 2, 4)
+    with harness.serving(topology, depth=3) as windows:
+        for _ in range(4):
+            for window in windows:
+                module = RemoteExperts(LAYER).attach(window)
+                steps = [random_step(topology, 8) for _ in range(3)]
+                first, dropped, last = [module.dispatch(*step[:3]) for step in steps]
+                module.cancel(dropped)
+                assert torch.equal(module.combine(last, steps[2][3]), expected(topology, *steps[2]))
+                assert torch.equal(module.combine(first, steps[0][3]), expected(topology, *steps[0]))
+
+
+def test_a_dispatch_abandoned_outside_a_step_keeps_its_ring_until_it_is_cancelled() -> None:
+    topology = Topology(1, 2, 4)
+    with harness.serving(topology, depth=1) as (window,):
+        module, step = RemoteExperts(LAYER).attach(window), random_step(topology, 8)
+        with contextlib.suppress(ValueError):
+            ticket = module.dispatch(*step[:3])
+            raise ValueError("in the shared expert")
+        window.check()
+        with pytest.raises(afd_ops.RingBusyError):
+            module(*step)
+        module.cancel(ticket)
+        assert torch.equal(module(*step), expected(topology, *step))
+
+
+def test_cancel_waits_for_the_answers_no_longer_than_the_deadline() -> None:
+    with harness.windows(Topology(1, 1, 2), deadline=0.3) as (window, _):
+        module = RemoteExperts(LAYER).attach(window)
+        ticket = module.dispatch(*random_step(window.topology, 4)[:3])
+        begin = time.monotonic()
+        with pytest.raises(afd_ops.PeerTimeoutError, match=re.escape("rank 1 (ffn 0) did not answer")), window.step():
+            module.cancel(ticket)
+        assert 0.28 < time.monotonic() - begin < 0.3 + SLACK
+
+
+# drain() and stop().
+
+
+def test_drain_answers_what_has_arrived_and_stops() -> None:
+    """Lanes, rings and layers that do not share an item; what comes later is left for another server."""
+    topology = Topology(2, 1, 4)
+    with harness.windows(topology, stages=2, depth=2) as (*attention, ffn):
+        server, modules = ExpertServer(ffn, harness.experts_of(topology, 0)), []
+        for window in attention:
+            for layer, stage in ((1, 0), (2, 0), (1, 1), (3, 1)):
+                module, step = RemoteExperts(layer, stage).attach(window), random_step(topology, 6)
+                modules.append((module, module.dispatch(*step[:3]), step))
+        server.drain()
+        begin = time.monotonic()
+        server.run()
+        assert time.monotonic() - begin < AT_ONCE
+        assert ffn.stats()["replies"] == 8
+        for module, ticket, step in modules:
+            assert torch.equal(module.combine(ticket, step[3]), expected(topology, *step))
+
+        module, step = RemoteExperts(LAYER).attach(attention[0]), random_step(topology, 6)
+        ticket = module.dispatch(*step[:3])
+        assert ffn.stats()["replies"] == 8
+        assert ExpertServer(ffn, harness.experts_of(topology, 0)).step() == 1
+        assert torch.equal(module.combine(ticket, step[3]), expected(topology, *step))
+
+
+@pytest.mark.parametrize(("how", "answered"), [("stop", 1), ("drain", 2)])
+def test_stop_ends_a_server_after_its_item_and_drain_after_all_that_came(how: str, answered: int) -> None:
+    topology, inside, go_on = Topology(1, 1, 2), threading.Event(), threading.Event()
+
+    def experts(rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
+        inside.set()
+        assert go_on.wait(PATIENCE)
+        return harness.experts_of(topology, 0)(rows, scales, offsets, layer)
+
+    with harness.windows(topology, stages=2) as (window, ffn):
+        server = ExpertServer(ffn, experts)
+        thread = threading.Thread(target=server.run, daemon=True)
+        step = (torch.ones(4, 16), torch.zeros(4, 2).int(), torch.ones(4, 2), torch.zeros(4, 16))
+        modules = [RemoteExperts(layer, stage=layer).attach(window) for layer in (0, 1)]
+        tickets = [modules[0].dispatch(*step[:3])]
+        thread.start()
+        assert inside.wait(PATIENCE)
+        tickets.append(modules[1].dispatch(*step[:3]))
+        getattr(server, how)()
+        go_on.set()
+        thread.join(PATIENCE)
+        assert not thread.is_alive() and ffn.stats()["replies"] == answered
+        server.run()  # stays stopped
+        assert ffn.stats()["replies"] == answered
+        if how == "stop":
+            assert ExpertServer(ffn, experts).step() == 1
+        for module, ticket in zip(modules, tickets, strict=True):
+            assert torch.equal(module.combine(ticket, step[3]), expected(topology, *step))
+
+
+def test_drain_does_not_end_while_requests_keep_coming() -> None:
+    """The limit of drain(): an engine stops its senders first."""
+    topology, more = Topology(1, 1, 2), True
+    with harness.windows(topology, poll_interval=0.5) as (window, ffn):
+        server = ExpertServer(ffn, harness.experts_of(topology, 0))
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        module, step = RemoteExperts(LAYER).attach(window), random_step(topology, 4)
+
+        def send() -> None:
+            while more:
+                assert torch.equal(module.combine(module.dispatch(*step[:3]), step[3]), expected(topology, *step))
+
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        server.drain()
+        replies = ffn.stats()["replies"]
+        until(lambda: ffn.stats()["replies"] > replies + 20)
+        more = False
+        thread.join(PATIENCE)
+        sender.join(PATIENCE)
+        assert not thread.is_alive() and not sender.is_alive()
+
+
+# Dummy steps.
+
+
+def test_dummy_steps_cost_an_ffn_rank_nothing_but_the_flag() -> None:
+    """An idle attention rank keeps step with T = 0, or with padding alone: no rows, no experts, only headers cross."""
+    topology = Topology(2, 2, 4)
+
+    def never(*_: object) -> Tensor:
+        raise AssertionError("the experts were called for nothing")
+
+    with harness.serving(topology, lambda *_: never) as windows:
+        header = _C.HEADER_BYTES + 4 * windows[0].geometry.local_experts
+        for window in windows:
+            module = RemoteExperts(LAYER).attach(window)
+            for turn in range(10):
+                tokens = 4 * (turn % 2)
+                x, _, weights, base = random_step(topology, tokens)
+                out = module(x, torch.full((tokens, 2), -1), weights, base)
+                assert torch.equal(out, base)
+            assert window.stats()["bytes_sent"] == (10 * header, 10 * header)
+
+
+def test_dummy_steps_beside_real_ones_change_nothing() -> None:
+    topology, batches = Topology(2, 1, 4), list[int]()
+
+    def counting(topology: Topology, rank: int) -> afd_ops.Experts:
+        inner = harness.experts_of(topology, rank)
+
+        def experts(rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
+            batches.append(len(rows))
+            return inner(rows, scales, offsets, layer)
+
+        return experts
+
+    with harness.windows(topology) as (busy, idle, ffn):
+        server = ExpertServer(ffn, counting(topology, 0))
+        modules = [RemoteExperts(LAYER).attach(window) for window in (busy, idle)]
+        for _ in range(5):
+            steps = [random_step(topology, tokens) for tokens in (8, 0)]
+            steps[0][1][0, 0] = 1
+            tickets = [module.dispatch(*step[:3]) for module, step in zip(modules, steps, strict=True)]
+            assert server.step() == 2, "both in one item"
+            for module, ticket, step in zip(modules, tickets, steps, strict=True):
+                assert torch.equal(module.combine(ticket, step[3]), expected(topology, *step))
+        stats = ffn.stats()
+        assert (stats["items"], stats["replies"], stats["rows"]) == (5, 10, sum(batches))
+        assert stats["bytes_sent"][1] == 5 * _C.HEADER_BYTES
+
+
+# Several windows.
+
+
+def serve_in_thread(puppet: Puppet, name: str) -> None:
+    """Another server loop in this process; how it ends is kept."""
+    if puppet.kept is None:
+        puppet.kept = {}
+    window, ends = puppet.windows[name], puppet.kept
+    server = ExpertServer(window, harness.experts_of(window.topology, window.role_rank))
+
+    def run() -> None:
+        try:
+            server.run()
+            ends[name] = None
+        except Exception as error:
+            ends[name] = Seen.of(error)
+
+    ends.pop(name, None)
+    threading.Thread(target=run, daemon=True).start()
+
+
+def end_of(puppet: Puppet, name: str) -> Seen | None:
+    until(lambda: name in puppet.kept)
+    seen: Seen | None = puppet.kept[name]
+    return seen
+
+
+def test_two_windows_of_the_same_processes_fail_and_recover_apart() -> None:
+    with Cluster(Topology(1, 1, 2)) as cluster:
+        attention, ffn = cluster.ranks
+        for name in ("one", "two"):
+            cluster.all("open", name)
+            ffn.do("call", serve_in_thread, name)
+        for name in ("one", "two", "one"):
+            attention.do("use", name)
+            attention.do("steps", 3, LAYER, STAGE)
+        attention.do("poison")  # "one"
+        assert ffn.do("call", end_of, "one").kind == "PeerFailedError"
+        attention.do("use", "two")
+        attention.do("steps", 3, LAYER, STAGE)
+        for rank in (attention, ffn):
+            rank.do("use", "one")
+        cluster.all("reset")
+        ffn.do("call", serve_in_thread, "one")
+        for name in ("one", "two"):
+            attention.do("use", name)
+            attention.do("steps", 3, LAYER, STAGE)
+        assert attention.do("call", generations) == [1, 0]
+        cluster.end([attention])
+        assert [ffn.do("call", end_of, name) for name in ("one", "two")] == [None, None]
+        cluster.end([ffn])
+
+
+def generations(puppet: Puppet) -> list[int]:
+    return [window.generation for window in puppet.windows.values()]
+
+
+def test_a_window_on_some_of_the_processes_then_on_all() -> None:
+    with Cluster() as cluster:
+        pair = [cluster.ranks[1], cluster.ranks[2]]
+        for rank, process in enumerate(pair):
+            process.tell("open", "pair", Topology(1, 1, 3), rank)
+        for process in pair:
+            process.value("open")
+        pair[1].do("call", serve_in_thread, "pair")
+        pair[0].do("steps", 3, LAYER, STAGE)
+        cluster.all("open", "all")
+        for rank in cluster.ffn:
+            rank.do("call", serve_in_thread, "all")
+        cluster.all("steps", 3, LAYER, STAGE, among=cluster.attention)
+        pair[0].do("use", "pair")
+        pair[0].do("steps", 3, LAYER, STAGE)
+        cluster.ranks[0].signal(signal.SIGKILL)  # not one of the pair
+        until(lambda: len(pair[1].do("call", records_of, "all")) == 1)
+        pair[0].do("steps", 3, LAYER, STAGE)
+        pair[0].do("use", "all")
+        pair[0].do("steps", 3, LAYER, STAGE)
+        assert pair[1].do("call", records_of, "pair") == []
+        cluster.end([pair[0]])
+        assert pair[1].do("call", end_of, "pair") is None
+        for rank in cluster.ffn:
+            assert rank.do("call", end_of, "all").kind == "PeerFailedError"
+        cluster.end(cluster.ffn)
+
+
+def records_of(puppet: Puppet, name: str) -> list[dict[str, Any]]:
+    return puppet.windows[name].errors()
+
+
+def drop(puppet: Puppet) -> int:
+    """The window is forgotten without close()."""
+    puppet.windows.clear()
+    gc.collect()
+    return puppet.leftovers()
+
+
+def test_a_window_that_is_dropped_is_given_back_and_its_peer_is_told() -> None:
+    """fault: the thread that watches the peers keeps the window alive; its memory stays, and peers wait for it."""
+    with Cluster(Topology(1, 1, 2)) as cluster:
+        attention, ffn = cluster.ranks
+        cluster.all("open", "afd")
+        assert ffn.do("call", drop) == 0
+        attention.tell("step", LAYER, STAGE)
+        assert attention.error("step")[0].kind == "PeerLeftError"
+        cluster.end([attention])
+
+
+# Forks.
+
+FORKED = "a forked process must open its own"
+
+
+def in_fork(act: Callable[[], Any]) -> Any:
+    """What `act` returned or raised in a forked copy of this process."""
+    source, sink = os.pipe()
+    process = os.fork()
+    if process == 0:
+        answer: list[str] = ["nothing", ""]
+        try:
+            answer = ["value", repr(act())]
+        except BaseException as error:
+            answer = [type(error).__name__, str(error)]
+        finally:
+            os.write(sink, json.dumps(answer).encode())
+            os._exit(0)
+    os.close(sink)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(process, signal.SIGKILL))
+    signal.alarm(int(PATIENCE / 2))
+    with os.fdopen(source, "rb") as pipe:
+        answered = pipe.read()
+    os.waitpid(process, 0)
+    signal.alarm(0)
+    return json.loads(answered) if answered else ["nothing", "it hung"]
+
+
+def fork_attention(puppet: Puppet, act: str) -> Any:
+    """`act` in a fork, with a dispatch of the parent's in flight; then the parent's combine, exact."""
+    window = puppet.window
+    module, step = RemoteExperts(LAYER).attach(window), random_step(window.topology, 6)
+    ticket = module.dispatch(*step[:3])
+    acts: dict[str, Callable[[], Any]] = {
+        "dispatch": lambda: module.dispatch(*step[:3]),
+        "combine": lambda: module.combine(ticket, step[3]),
+        "module": lambda: module(*step),
+        "check": window.check,
+        "mask": lambda: window.mask(0),
+        "poison": window.poison,
+        "reset": window.reset,
+        "close": window.close,
+        "del": lambda: window.__del__(),
+    }
+    answer = in_fork(acts[act])
+    with window.step():
+        out = module.combine(ticket, step[3])
+    assert torch.equal(out, expected(window.topology, *step))
+    return answer
+
+
+@pytest.mark.parametrize("act", ["dispatch", "combine", "module", "check", "mask", "poison", "reset", "close", "del"])
+def test_a_fork_is_refused_and_its_parent_goes_on(act: str) -> None:
+    """faults: a worker process forked off an engine sends through its parent's window; or ends the parent's watch."""
+    with serving(topology=Topology(1, 1, 2)) as cluster:
+        attention, ffn = cluster.ranks
+        kind, text = attention.do("call", fork_attention, act)
+        if act in ("close", "del"):  # the copy's own affair
+            assert (kind, text) == ("value", "None")
+        else:
+            assert kind in ("ClosedError", "RuntimeError") and FORKED in text, (kind, text)
+        attention.do("steps", 3, LAYER, STAGE)
+        assert ffn.do("errors") == []
+        ffn.signal(signal.SIGKILL)
+        begin = time.monotonic()
+        attention.tell("step", LAYER, STAGE)
+        error, at = attention.error("step")
+        assert (error.kind, at - begin < AT_ONCE) == ("PeerFailedError", True), "the parent's watch has ended"
+        cluster.end([attention])
+
+
+def fork_ffn(puppet: Puppet) -> Any:
+    window = puppet.window
+    return in_fork(lambda: ExpertServer(window, harness.experts_of(window.topology, 0)).run())
+
+
+def test_a_fork_of_an_ffn_rank_is_refused_and_its_parent_serves_on() -> None:
+    with Cluster(Topology(1, 1, 2)) as cluster:
+        attention, ffn = cluster.ranks
+        cluster.all("open", "afd")
+        kind, text = ffn.do("call", fork_ffn)
+        assert kind == "ClosedError" and FORKED in text
+        ffn.tell("serve")
+        attention.do("steps", 3, LAYER, STAGE)
+        cluster.end([attention])
+        ffn.value("serve")
+        cluster.end([ffn])
+
+
+# Threads.
+
+
+def together(*actions: Callable[[], Any]) -> list[Any]:
+    """Each action in a thread of its own: what it returned, or the exception that ended it."""
+    outcomes: list[Any] = [TimeoutError("still running")] * len(actions)
+
+    def run(index: int) -> None:
+        try:
+            outcomes[index] = actions[index]()
+        except Exception as error:
+            outcomes[index] = Seen.of(error)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(actions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    return outcomes
+
+
+def two_lanes(puppet: Puppet, seconds: float) -> list[Any]:
+    """A thread per stage, each making steps; per thread how many, or the exception that ended it and when."""
+    window, end = puppet.window, time.monotonic() + seconds
+    both = threading.Barrier(2, lambda: puppet.connection.send(("at work", None)))
+
+    def lane(stage: int) -> Any:
+        module, done = RemoteExperts(LAYER, stage).attach(window), 0
+        while time.monotonic() < end:
+            step = random_step(window.topology, 6)
+            try:
+                out = module(*step)
+            except afd_ops.AfdError as error:
+                return Seen.of(error), time.monotonic(), done
+            assert torch.equal(out, expected(window.topology, *step)), "not exact"
+            done += 1
+            if done == WARM:
+                both.wait(PATIENCE)
+        return done
+
+    return together(lambda: lane(0), lambda: lane(1))
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("kill", "PeerFailedError"), ("leave", "PeerLeftError"), ("stop", "PeerTimeoutError"), ("pause", "")],
+)
+def test_two_threads_on_two_stages_both_learn_of_a_peers_fault(fault: str, kind: str) -> None:
+    with serving(deadline=1.0) as cluster:
+        victim = cluster.ffn[1]
+        for rank in cluster.attention:
+            rank.tell("call", two_lanes, PATIENCE / 2 if kind else 1.0)
+        for rank in cluster.attention:
+            rank.arrived("work")
+        begin = time.monotonic()
+        if fault in ("stop", "pause"):
+            victim.signal(signal.SIGSTOP)
+            time.sleep(0.3)
+            victim.signal(signal.SIGCONT if fault == "pause" else signal.SIGSTOP)
+        elif fault == "kill":
+            victim.signal(signal.SIGKILL)
+        else:
+            victim.tell(fault)
+        for rank in cluster.attention:
+            for outcome in rank.value("call"):
+                if kind:
+                    assert not isinstance(outcome, (int, Seen)), outcome
+                    seen, at, done = outcome
+                    assert (seen.kind, seen.peer, seen.layer) == (kind, 1, LAYER) and done >= WARM, seen
+                    assert seen.stage in (0, 1) and seen.sequence >= 0 and seen.op in ("dispatch", "combine")
+                    assert at - begin < 1.0 + (SLACK if fault == "stop" else 0.0)
+                else:
+                    assert isinstance(outcome, int) and outcome > 0, outcome
+        if fault == "stop":
+            victim.signal(signal.SIGCONT)
+            assert victim.error("serve")[0].kind in ("PeerFailedError", "PeerTimeoutError")
+        cluster.end(cluster.attention)
+
+
+def test_an_exception_of_one_lane_ends_the_wait_of_another() -> None:
+    with harness.windows(Topology(1, 1, 2), stages=2) as (window, _):
+        waiting, step = RemoteExperts(LAYER, stage=1).attach(window), random_step(window.topology, 4)
+        ticket = waiting.dispatch(*step[:3])
+
+        def fail() -> None:
+            time.sleep(0.05)
+            with window.step():
+                RemoteExperts(LAYER, stage=0).attach(window).dispatch(*step[:3])
+                raise ValueError("in the shared expert")
+
+        def wait() -> Tensor:
+            with window.step():
+                return waiting.combine(ticket, step[3])
+
+        begin = time.monotonic()
+        failed, waited = together(fail, wait)
+        assert time.monotonic() - begin < AT_ONCE
+        assert (failed.kind, waited.kind, waited.peer) == ("ValueError", "RankFailedError", -1)
+
+
+# docs/failure_modes.md.
+
+
+def note(seen: set[tuple[str, str]], window: Window | None, act: Callable[[], Any]) -> None:
+    """Adds the class and text of what `act` raises; ids of windows and processes differ from run to run."""
+    with pytest.raises(afd_ops.AfdError) as caught:
+        try:
+            act()
+        except RuntimeError as error:
+            if window is None:
+                raise
+            window.raise_typed(error)
+    text = re.sub(r"process \d+", "process 4711", re.sub(r"window \d+", "window 1", str(caught.value)))
+    seen.add((type(caught.value).__name__, text))
+
+
+def real_texts() -> set[tuple[str, str]]:
+    """What the exceptions of the table say when they are raised."""
+    seen: set[tuple[str, str]] = set()
+    ones = (torch.ones(2, 16), torch.tensor([[0, 3], [0, 3]]), torch.ones(2, 2), torch.zeros(2, 16))
+
+    def ask(window: Window) -> Callable[[], Tensor]:
+        module = RemoteExperts(LAYER).attach(window)
+        ticket = module.dispatch(*ones[:3])
+        return lambda: module.combine(ticket, ones[3])
+
+    with harness.windows(TOPOLOGY, deadline=0.1) as (attention, other, ffn, _):
+        ask(other)
+        server = ExpertServer(ffn, lambda rows, *_: (time.sleep(0.15), rows)[1])
+        server.step()
+        attention.close()
+        note(seen, ffn, server.run)
+    with harness.windows(TOPOLOGY, deadline=0.1) as (attention, *_):
+        note(seen, attention, ask(attention))
+    with harness.windows(TOPOLOGY) as (attention, _, ffn, _):
+        combine = ask(attention)
+        _C.peer_gone(attention.id, 0)
+        note(seen, attention, combine)
+    with harness.windows(TOPOLOGY) as (attention, other, ffn, _):
+        combine = ask(attention)
+        ffn.poison()
+        note(seen, attention, combine)
+        note(seen, None, other.check)
+    with harness.windows(TOPOLOGY) as (attention, *_, ffn):
+        ffn.close()
+        note(seen, attention, lambda: ask(attention))
+    with harness.windows(TOPOLOGY) as (attention, *ranks):
+        combine = ask(attention)
+        for ffn in ranks[1:]:
+            ExpertServer(ffn, harness.experts_of(TOPOLOGY, ffn.role_rank)).step()
+        at = _C.addresses(attention.id)["window"] + attention.geometry.layout["slots"]
+        ctypes.c_int64.from_address(at + 24).value = 5
+        note(seen, attention, combine)
+    with harness.windows(TOPOLOGY) as windows:
+        attention = windows[0]
+        combine = ask(attention)
+        ask(attention)
+        note(seen, attention, lambda: ask(attention))
+        note(seen, attention, lambda: RemoteExperts(LAYER).attach(attention).dispatch(ones[0], ones[1] + 1, ones[2]))
+        _C.set_abort(attention.id)
+        note(seen, attention, combine)
+        together(*(window.reset for window in windows))
+        note(seen, attention, combine)
+        attention.poison()
+        note(seen, attention, lambda: ask(attention))
+        attention.close()
+        note(seen, attention, combine)
+    with harness.serving(TOPOLOGY) as (attention, _):
+        combine = ask(attention)
+        combine()
+        note(seen, attention, combine)
+    alone = afd_ops.Bootstrap(HashStore(), 0, 4, timeout=0.1)
+    note(seen, None, lambda: Window(TOPOLOGY, alone, **harness.SIZES))
+    store = HashStore()
+
+    def build(rank: int, **sizes: Any) -> Window:
+        bootstrap = afd_ops.Bootstrap(store, rank, 2, name=str(sizes), timeout=PATIENCE)
+        return Window(Topology(1, 1, 2), bootstrap, **{**harness.SIZES, **(sizes if rank else {})})
+
+    for sizes in ({"hidden": 32}, {"hidden": 3}):
+        other_rank = threading.Thread(target=lambda sizes=sizes: together(lambda: build(1, **sizes)))
+        other_rank.start()
+        note(seen, None, lambda sizes=sizes: build_first(store, sizes))
+        other_rank.join(PATIENCE)
+    return seen
+
+
+def build_first(store: HashStore, sizes: dict[str, Any]) -> Window:
+    return Window(Topology(1, 1, 2), afd_ops.Bootstrap(store, 0, 2, name=str(sizes), timeout=PATIENCE), **harness.SIZES)
+
+
+def test_the_documented_texts_are_the_real_ones() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "failure_modes.md").read_text()
+    documented = set(re.findall(r"^\| `(\w+Error)` \| `([^`]+)` \|", page, re.MULTILINE))
+    assert documented == real_texts()
+
+
+def test_the_documented_tests_exist() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "failure_modes.md").read_text()
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert named and [name for name in sorted(named) if f"def {name}(" not in tests] == []
