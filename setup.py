@@ -84,7 +84,10 @@ def build() -> None:
     headers = sources("*.h", "cpu/*.h", "cuda/*.h", "cuda/*.cuh")
     flags = ["-O3", "-std=c++20", "-fvisibility=hidden", "-Wall", TORCH_TARGET, PYTHON_TARGET]
     flags += os.environ.get("AFD_CXXFLAGS", "").split()
-    flags.append(f'-DAFD_SOURCE_DIGEST="{source_digest()}"')
+    # Also makes ninja compile everything again after any change: with a CPU build of torch it does not follow the
+    # headers of a .cu file, and objects of two layouts of a struct link without a word.
+    digest = f'-DAFD_SOURCE_DIGEST="{source_digest()}"'
+    flags.append(digest)
     extensions = [
         CppExtension(
             "afd_ops._C",
@@ -110,7 +113,7 @@ def build() -> None:
                 extra_link_args=["-Wl,--no-as-needed", "-ltorch"],  # libtorch brings libtorch_cuda at run time
                 extra_compile_args={
                     "cxx": [*flags, "-DUSE_CUDA"],
-                    "nvcc": ["-O3", "-std=c++20", "-lineinfo", TORCH_TARGET, "-DUSE_CUDA"],
+                    "nvcc": ["-O3", "-std=c++20", "-lineinfo", TORCH_TARGET, "-DUSE_CUDA", digest],
                 },
                 py_limited_api=True,
             )

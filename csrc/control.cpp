@@ -96,6 +96,8 @@ std::string describe(const Control& c, const ErrorRecord& r) {
     case Kind::Argument:
       if (static_cast<Field>(r.field) == Field::topk_ids)
         s << "topk_ids holds " << r.seen << ", expected -1 (no expert) or 0 to " << r.expected - 1;
+      else if (static_cast<Op>(r.op) == Op::reply)
+        s << "expert_out has " << r.expected << " rows, but the item has " << r.seen;
       else if (static_cast<Field>(r.field) == Field::rows)
         s << "rows is " << r.expected << ", but the item has " << r.seen << " rows";
       else

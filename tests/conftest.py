@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 from collections.abc import Iterator
+from typing import TextIO
 
 import harness
 import pytest
 import torch
 
-WATCHDOG_SECONDS = 150
+STDERR = pytest.StashKey[TextIO]()
+WATCHDOG_SECONDS = float(os.environ.get("AFD_WATCHDOG", "150"))
 
 
 @pytest.fixture(autouse=True)
-def watchdog() -> Iterator[None]:
-    faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True, file=sys.__stderr__)
+def watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
+    faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True, file=request.config.stash[STDERR])
     yield
     faulthandler.cancel_dump_traceback_later()
 
@@ -45,4 +46,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.fdopen(os.dup(2), "w")  # while a test runs, 2 is pytest's own file
     torch.set_num_threads(1)  # several ranks share the cores

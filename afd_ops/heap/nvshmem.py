@@ -111,12 +111,12 @@ class NvshmemHeap:
         return NvshmemSegment(self, nbytes)
 
     def finalize(self) -> None:
-        """Collective: gives all symmetric memory back and ends NVSHMEM, if this heap began it."""
+        """Collective: gives all symmetric memory back, and ends NVSHMEM if this heap began it. May be called twice."""
+        torch.cuda.synchronize(self.device)
+        while self._segments:
+            self.core.free_tensor(self._segments.pop())
         if self._owner:
             self._owner = False
-            torch.cuda.synchronize(self.device)
-            while self._segments:
-                self.core.free_tensor(self._segments.pop())
             self.core.finalize()
 
     def keep(self, memory: torch.Tensor) -> None:

@@ -26,6 +26,13 @@ DeviceRows rows_of(Op op, const char* argument, const Tensor& t) {
   return {t.const_data_ptr(), t.size(0), t.stride(0)};
 }
 
+// Kernels read a port and a ticket's first row as vectors.
+void check_aligned(Op op, const char* argument, const Tensor& t) {
+  const auto address = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+  if (address % 16 != 0)
+    raise(Kind::Argument, op, argument, " starts at ", address % 16, ", expected a multiple of 16 bytes");
+}
+
 cudaStream_t stream_of(const Tensor& t) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
@@ -39,6 +46,7 @@ class DeviceEntry {
       : entry_(window, role, op), window_(device_window(window)), guard_(window_.device) {
     check_port(op, port);
     check_device(op, "port", port);
+    check_aligned(op, "port", port);
   }
   void check_device(Op op, const char* argument, const Tensor& t) const {
     if (!t.is_cuda() || t.get_device_index() != window_.device)
@@ -135,6 +143,7 @@ Tensor combine_cuda(const Tensor& ticket, const Tensor& base, const Tensor& port
   entry.check_device(Op::combine, "ticket", ticket);
   entry.check_device(Op::combine, "base", base);
   check_combine(g, ticket, base);
+  check_aligned(Op::combine, "ticket", ticket);
   const DeviceRows rows = rows_of(Op::combine, "base", base);
   if (g.hidden * static_cast<int64_t>(base.element_size()) % 16 != 0)
     raise(Kind::Argument, Op::combine, "base has rows of ", g.hidden * static_cast<int64_t>(base.element_size()),

@@ -46,7 +46,7 @@ __device__ Ticket read_ticket(const DeviceControl& c, const int32_t* w, const in
 }
 
 // One F rank's reply, by one thread: true once it is there and is the answer to this ticket.
-__device__ bool await_reply(const DeviceControl& c, const Ticket& k, int32_t f, int64_t tokens, int64_t deadline) {
+__device__ bool await_reply(const DeviceControl& c, const Ticket& k, int32_t f, int64_t tokens, int64_t start) {
   const int64_t index = c.slot(f, k.stage, k.ring);
   const int32_t* flag = flag_of(c.window, c.layout, index);
   const ErrorRecord r = error_at(Kind::Timeout, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
@@ -69,7 +69,7 @@ __device__ bool await_reply(const DeviceControl& c, const Ticket& k, int32_t f, 
       fail(c, r);
       return false;
     }
-    late = global_ns() > deadline;  // then a last look: it may have been this rank that was stopped
+    late = global_ns() - start > c.deadline_ns;  // then a last look: it may have been this rank that was stopped
   }
   const SlotHeader h = *DeviceSlot(c.window, c.layout, index).header;
   ErrorRecord bad = r;
@@ -92,10 +92,10 @@ __device__ bool await_reply(const DeviceControl& c, const Ticket& k, int32_t f, 
 }
 
 __device__ bool await_all(const DeviceControl& c, const Ticket& k, int64_t tokens) {
-  const int64_t deadline = global_ns() + c.deadline_ns;
+  const int64_t start = global_ns();
   bool ok = k.ok;
   for (int32_t f = threadIdx.x; ok && f < c.peers; f += blockDim.x)
-    ok = c.masked[f] != 0 || await_reply(c, k, f, tokens, deadline);
+    ok = c.masked[f] != 0 || await_reply(c, k, f, tokens, start);
   return __syncthreads_and(ok);
 }
 
@@ -117,7 +117,9 @@ __global__ void __launch_bounds__(kThreads)
   const Units units(tokens, g.hidden / N, 1, blockIdx.x, gridDim.x);
   if (blockIdx.x >= units.ctas) return;
   const Ticket k = read_ticket(c, words, port, tokens, kFused && blockIdx.x == 0);
-  const bool ok = kFused ? await_all(c, k, tokens) : k.ok && c.spoiled[done_index(g, Done::combine, k.stage)] == 0;
+  // One answer per CTA: a row is summed or NaN, never half of each.
+  const bool ok = kFused ? await_all(c, k, tokens)
+                         : __syncthreads_and(k.ok && c.spoiled[done_index(g, Done::combine, k.stage)] == 0) != 0;
   for (int64_t unit = units.first; unit < units.count; unit += units.stride) {
     const int64_t t = units.row(unit), end = units.end(unit);
     const Base* from = static_cast<const Base*>(base.data) + t * base.stride;

@@ -174,6 +174,11 @@ __device__ inline void close_region(const DeviceControl& c, const ErrorRecord& r
   poison_peer(c, r.peer);
 }
 
+// One answer for a whole warp: what follows votes and shuffles.
+__device__ inline bool region_alive(const DeviceControl& c, int32_t region) {
+  return __all_sync(kWarp, load_relaxed(&c.region[region]) == kAlive);
+}
+
 __device__ inline int32_t peer_state(const DeviceControl& c, int32_t peer) {
   return load_relaxed(sticky_of(c.window, c.layout, peer));
 }

@@ -121,7 +121,10 @@ PyObject* adopt(PyObject*, PyObject* args) {
   host->on_device = 1;
   auto* w = new DeviceWindow;  // never freed, like the Control
   w->device = device;
-  CUDA_OR_RETURN(cudaStreamCreateWithFlags(&w->stream, cudaStreamNonBlocking));
+  // Of the highest priority, so that it shares no hardware queue with a caller's stream whose head waits.
+  int least = 0, greatest = 0;
+  CUDA_OR_RETURN(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  CUDA_OR_RETURN(cudaStreamCreateWithPriority(&w->stream, cudaStreamNonBlocking, greatest));
   static_cast<Control&>(w->control) = *host;
   DeviceControl& c = w->control;
   c.mapped = host;
@@ -252,6 +255,11 @@ PyObject* next_item(PyObject*, PyObject* args) {
          backoff.pause() < timeout_ns) {
   }
   Py_END_ALLOW_THREADS;
+  if (!there && mail[kMailSequence] > w.expected + 1) {
+    PyErr_SetString(PyExc_RuntimeError,
+                    "the mailbox ran over: a captured arrive took items that the host did not read");
+    return nullptr;
+  }
   if (!there) Py_RETURN_NONE;
   ++w.expected;
   return Py_BuildValue("(LLL)", static_cast<long long>(mail[kMailCount]), static_cast<long long>(mail[kMailLayer]),

@@ -28,7 +28,9 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   for (int64_t e = threadIdx.x; e < experts; e += blockDim.x) {
     const int2 owner = expert_map[e];
-    counts[owner.x * local_experts + owner.y] = running[e];
+    if (owner.x >= 0 && owner.x < ffn_size && owner.y >= 0 &&
+        owner.y < local_experts)  // the map's content is not checked
+      counts[owner.x * local_experts + owner.y] = running[e];
   }
   const int words = static_cast<int>((ffn_size + 31) / 32);
   for (int64_t t = threadIdx.x / 32; t < tokens; t += blockDim.x / 32)

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads) receive_kernel(const __grid_constant
     const int32_t* s = item + count * kItemWords;  // within an expert the last slot's rows end where the expert's do
     for (int32_t e = threadIdx.x; e < c.local_experts(); e += blockDim.x) {
       int32_t end = 0;
-      if (count > 0 && fits) {
+      if (count > 0 && fits && item[kItemGeneration] == c.state->generation) {
         const int64_t i = c.slot(s[kItemRegion], s[kItemStage], s[kItemRing]) * g.local_experts + e;
         end = c.first[i] + c.counts[i];
       }
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) receive_kernel(const __grid_constant
   const int lane = threadIdx.x % 32;
   for (int64_t unit = units.first; unit < units.count; unit += units.stride) {
     const ItemToken at = item_token(c, item, units.row(unit));
-    if (load_relaxed(&c.region[at.region]) != kAlive || c.taken[at.slot].routed == 0) continue;
+    if (!region_alive(c, at.region) || c.taken[at.slot].routed == 0) continue;
     const Choices choices(c, item, at, Op::receive);
     const int4* from =
         reinterpret_cast<const int4*>(DeviceSlot(c.window, c.layout, at.slot).payload) + at.token * vectors;

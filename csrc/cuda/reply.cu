@@ -48,7 +48,9 @@ __global__ void __launch_bounds__(kThreads)
   const Geometry& g = c.geometry;
   const int32_t count = item[kItemCount];
   const bool fits = item[kItemRows] <= expert_out.count;
-  const bool current = count > 0 && fits && item[kItemGeneration] == c.state->generation && !has_failed(c);
+  // The same in every thread of the grid, or CTAs would disagree on who takes part: reset() drains, so the generation
+  // stands still; `failed` does not, and is asked by those who publish.
+  const bool current = count > 0 && fits && item[kItemGeneration] == c.state->generation;
   if (count > 0 && !fits && blockIdx.x == 0 && threadIdx.x == 0) {
     ErrorRecord r = error_at(Kind::Argument, Op::reply, item[kItemLayer], -1, -1, -1, -1);
     r.field = static_cast<int32_t>(Field::rows);
@@ -61,7 +63,7 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % 32;
   for (int64_t unit = units.first; unit < units.count; unit += units.stride) {
     const ItemToken at = item_token(c, item, units.row(unit));
-    if (load_relaxed(&c.region[at.region]) != kAlive || c.taken[at.slot].routed == 0) continue;
+    if (!region_alive(c, at.region) || c.taken[at.slot].routed == 0) continue;
     const Choices choices(c, item, at, Op::reply);
     const DeviceSlot from(c.window, c.layout, at.slot);
     const float weight[2] = {lane < g.topk ? from.weight[at.token * g.topk + lane] : 0.0f,
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kThreads)
     if (begin == 0 && lane == 0) count_up(&c.bytes_sent[at.region], g.hidden * static_cast<int64_t>(sizeof(T)));
   }
   bool spoiled;
-  if (!last_cta<true>(c, Done::reply, 0, units.ctas, false, spoiled) || !current) return;
+  if (!last_cta<true>(c, Done::reply, 0, units.ctas, false, spoiled) || !current || has_failed(c)) return;
   for (int32_t i = threadIdx.x; i < count; i += blockDim.x) publish(c, item, i);
 }
 

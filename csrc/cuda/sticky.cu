@@ -22,7 +22,7 @@ __global__ void sticky_kernel(const __grid_constant__ DeviceControl c, int32_t s
   if (sticky == kLeft && threadIdx.x == 0) atomicCAS(&c.state->failed, 0, 1 + c.peers);
   for (int32_t p = threadIdx.x; p < c.peers; p += blockDim.x) {
     int32_t* w = sticky_of(peer_window(c, p), c.layout, c.role_rank);
-    if (load_relaxed(w) < sticky) store_relaxed(w, sticky);
+    atomicMax_system(w, sticky);  // a poison must not become "left"
   }
 }
 
