@@ -14,14 +14,17 @@ demo: $(VENV)/built
 test: $(VENV)/built
 	$(BIN)/python -m pytest $(ARGS)
 
+# The long products: chained pairs and planted mistakes, faults at random moments, and libFuzzer where there is clang++.
 soak: $(VENV)/built
 	$(BIN)/python tests/soak.py $(ARGS)
+	$(BIN)/python tests/test_failures.py --rounds 4
+	AFD_FUZZ_SECONDS=60 $(BIN)/python -m pytest -q tests/test_hostile.py -k libfuzzer
 
 lint: $(VENV)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(shell find csrc -type f)
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests/fuzz -type f)
 
 # Compiles the CUDA half for all its targets; needs nvcc, but neither a GPU nor a CUDA build of torch.
 cuda: $(VENV)/built
