@@ -18,7 +18,7 @@ test: $(VENV)/built
 soak: $(VENV)/built
 	$(BIN)/python tests/soak.py $(ARGS)
 	$(BIN)/python tests/test_failures.py --rounds 4
-	AFD_FUZZ_SECONDS=60 $(BIN)/python -m pytest -q tests/test_hostile.py -k libfuzzer
+	AFD_FUZZ_SECONDS=60 $(BIN)/python -m pytest -q tests/test_hostile.py -k coverage_guided
 
 lint: $(VENV)/lint
 	$(BIN)/ruff check .
