@@ -19,10 +19,15 @@ int64_t sum_rows(Control& c, Rows expert_out, int32_t layer, ItemSlot& s, const 
   const Taken taken = c.taken[s.slot];
   const int32_t* first = c.first + s.slot * g.local_experts;
   const auto* in = static_cast<const T*>(expert_out.data);
+  struct Choice {
+    const T* row;
+    float weight;
+  };
+  std::vector<Choice> chosen;
   std::vector<float> acc(g.hidden);
   int64_t rows = 0;
   for (int64_t t = 0; taken.routed > 0 && t < taken.num_tokens; ++t) {
-    bool any = false;
+    chosen.clear();
     for (int64_t k = 0; k < g.topk; ++k) {
       const Position p = from.position[t * g.topk + k];
       if (!position_ok(c, s, p)) {
@@ -30,12 +35,14 @@ int64_t sum_rows(Control& c, Rows expert_out, int32_t layer, ItemSlot& s, const 
         return rows;
       }
       if (p.expert < 0) continue;
-      if (!any) std::fill(acc.begin(), acc.end(), 0.0f);
-      any = true;
-      const T* row = in + (first[p.expert] + p.rank) * expert_out.stride;
-      accumulate(acc.data(), row, from.weight[t * g.topk + k], g.hidden);
+      chosen.push_back({in + (first[p.expert] + p.rank) * expert_out.stride, from.weight[t * g.topk + k]});
     }
-    if (!any) continue;
+    if (chosen.empty()) continue;
+    std::fill(acc.begin(), acc.end(), 0.0f);
+    size_t k = 0;
+    for (; k + 1 < chosen.size(); k += 2)
+      accumulate(acc.data(), chosen[k].row, chosen[k].weight, chosen[k + 1].row, chosen[k + 1].weight, g.hidden);
+    if (k < chosen.size()) accumulate(acc.data(), chosen[k].row, chosen[k].weight, g.hidden);
     narrow(reinterpret_cast<T*>(to.payload) + t * g.hidden, acc.data(), g.hidden);
     ++rows;
   }
