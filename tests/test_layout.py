@@ -102,7 +102,7 @@ def test_a_whole_slot_is_what_the_wire_format_says_in_both_directions() -> None:
         assert_expected_inline(
             "\n".join(str(row.tolist()) for row in ticket),
             """\
-[1, 1, 1, 1, 0, 3, 0, 0]
+[1, 1, 1, 1, 0, 3, 3, 0]
 [1, 0, 0, 0, 0, 0, 0, 0]
 [2, 0, 0, 0, 0, 0, 0, 0]
 [1, 0, 0, 0, 0, 0, 0, 0]""",
@@ -215,7 +215,7 @@ def test_offsets_are_64_bit() -> None:
 
 
 @pytest.mark.parametrize(("attention", "ffn"), [(3, 1), (1, 3), (2, 2)])
-def test_each_role_allocates_only_what_it_receives(attention: int, ffn: int) -> None:
+def test_each_role_allocates_only_what_it_receives(attention: int, ffn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     allocated: list[int] = []
 
     class Recording(afd_ops.LocalHeap):
@@ -223,14 +223,15 @@ def test_each_role_allocates_only_what_it_receives(attention: int, ffn: int) -> 
             allocated.append(nbytes)
             return super().allocate(nbytes)
 
-    with harness.windows(Topology(attention, ffn, 5), heap=Recording()) as windows:
+    monkeypatch.setattr("afd_ops.window.LocalHeap", Recording)
+    with harness.windows(Topology(attention, ffn, 5)) as windows:
         geometry = windows[0].geometry
         expected = [geometry.window_bytes(ffn)] * attention + [geometry.window_bytes(attention)] * ffn
         assert sorted(allocated) == sorted(expected)
         assert max(expected) == geometry.window_bytes()
 
 
-def test_a_heap_without_sizes_per_role_is_asked_for_the_larger_one() -> None:
+def test_a_heap_without_sizes_per_role_is_asked_for_the_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated: list[int] = []
 
     class Symmetric(afd_ops.LocalHeap):
@@ -240,7 +241,8 @@ def test_a_heap_without_sizes_per_role_is_asked_for_the_larger_one() -> None:
             allocated.append(nbytes)
             return super().allocate(nbytes)
 
-    with harness.windows(Topology(3, 1, 5), heap=Symmetric()) as windows:
+    monkeypatch.setattr("afd_ops.window.LocalHeap", Symmetric)
+    with harness.windows(Topology(3, 1, 5)) as windows:
         assert allocated == [windows[0].geometry.window_bytes()] * 4
 
 
