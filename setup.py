@@ -82,7 +82,7 @@ def build() -> None:
         return sorted(str(p.relative_to(ROOT)) for pattern in patterns for p in (ROOT / "csrc").glob(pattern))
 
     headers = sources("*.h", "cpu/*.h", "cuda/*.h", "cuda/*.cuh")
-    flags = ["-O3", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", TORCH_TARGET, PYTHON_TARGET]
+    flags = ["-O3", "-std=c++20", "-fvisibility=hidden", "-Wall", TORCH_TARGET, PYTHON_TARGET]
     flags += os.environ.get("AFD_CXXFLAGS", "").split()
     # Also makes ninja compile everything again after any change: with a CPU build of torch it does not follow the
     # headers of a .cu file, and objects of two layouts of a struct link without a word.

@@ -77,7 +77,8 @@ class RemoteExperts(nn.Module):
     def combine(self, ticket: Tensor, base: Tensor) -> Tensor:
         """base [T, H] + the experts' weighted sums.
 
-        Give it what was computed since `dispatch`: a compiler moves work that combine does not need behind it.
+        Give it what was computed since `dispatch`: a compiler moves work that combine does not need behind it. To keep
+        that work from moving in front of `dispatch`, compile with `options={"reorder_for_peak_memory": False}`.
         """
         if self.window_id == 0:
             return base
