@@ -34,6 +34,7 @@ from afd_ops.heap.local import LocalHeap  # noqa: E402
 from afd_ops.heap.shm import ShmHeap  # noqa: E402
 from afd_ops.layout import Geometry  # noqa: E402
 from afd_ops.topology import Topology  # noqa: E402
+from afd_ops.ubatch import attention_costs, split_requests  # noqa: E402
 from afd_ops.window import Window, open_local  # noqa: E402
 
 __all__ = [
@@ -64,5 +65,7 @@ __all__ = [
     "Topology",
     "Window",
     "attach",
+    "attention_costs",
     "open_local",
+    "split_requests",
 ]
