@@ -99,7 +99,7 @@ def build() -> None:
     ]
     if cuda_wanted():
         home = cuda_home()
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")  # there may be no GPU to ask
+        targets = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")  # there may be no GPU to ask
         os.environ["CUDA_HOME"] = cpp_extension.CUDA_HOME = str(home)
         extensions.append(
             # CppExtension, not CUDAExtension: that one links CUDA parts of torch, which a CPU build has not.
@@ -112,7 +112,7 @@ def build() -> None:
                 libraries=["cudart"],
                 extra_link_args=["-Wl,--no-as-needed", "-ltorch"],  # libtorch brings libtorch_cuda at run time
                 extra_compile_args={
-                    "cxx": [*flags, "-DUSE_CUDA"],
+                    "cxx": [*flags, "-DUSE_CUDA", f'-DAFD_ARCHITECTURES="{targets}"'],
                     "nvcc": ["-O3", "-std=c++20", "-lineinfo", TORCH_TARGET, "-DUSE_CUDA", digest],
                 },
                 py_limited_api=True,

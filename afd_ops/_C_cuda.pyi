@@ -1,6 +1,7 @@
 """The CUDA half of the extension; csrc/cuda/module.cpp."""
 
 SOURCE_DIGEST: str
+ARCHITECTURES: str  # what its kernels were compiled for, as TORCH_CUDA_ARCH_LIST named it
 
 def adopt(window: int, control: int, device: int, /) -> None: ...
 def poison(window: int, /) -> None: ...

@@ -321,6 +321,8 @@ PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, kMethods, 
 
 PyMODINIT_FUNC PyInit__C_cuda() {
   PyObject* m = PyModule_Create(&afd::kModule);
-  if (m != nullptr) PyModule_AddStringConstant(m, "SOURCE_DIGEST", AFD_SOURCE_DIGEST);
+  if (m == nullptr) return nullptr;
+  PyModule_AddStringConstant(m, "SOURCE_DIGEST", AFD_SOURCE_DIGEST);
+  PyModule_AddStringConstant(m, "ARCHITECTURES", AFD_ARCHITECTURES);
   return m;
 }
