@@ -5,7 +5,15 @@ Importing registers `torch.ops.afd.*` and does nothing else: no device is touche
 
 from __future__ import annotations
 
+import sys
+
 from afd_ops import extension
+
+# This package is imported before its module; the doctor must answer where what follows fails or hangs.
+if sys.argv[:1] == ["-m"] and "afd_ops.doctor" in sys.orig_argv:
+    from afd_ops import doctor
+
+    sys.exit(doctor.main())
 
 extension.load()
 
