@@ -1,7 +1,8 @@
 // arrive: wait for any slot, choose what to compute together, say so to the device (item) and to the host (mailbox).
 //   moves    one flag word per slot; headers and counts of ready slots
 //   launch   1 warp
-//   order    flag (acquire), then header; header and counts are copied out of the window here, once
+//   order    flag (acquire), then header; header and counts are copied out of the window here, once. The mailbox needs
+//            no fence: every word of it says which item it belongs to
 //   waits    until a slot is ready or the poll interval is over; an empty item is not an error
 //   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
 // The choice is csrc/cpu/arrive.cpp's: see there for why it is fair.
@@ -27,27 +28,43 @@ __device__ void watch_peers(const DeviceControl& c, bool across_pcie) {
   __syncwarp();
 }
 
-// Checks a ready slot's header and counts and copies the counts; false (region closed) if the protocol forbids them.
-__device__ bool admit(const DeviceControl& c, int64_t index, SlotHeader& h) {
+// What the choice needs beside the window, in shared memory.
+struct Choosing {
+  int64_t* chosen;  // [slots]: the item's
+  int32_t* total;   // [local_experts]: rows of the item so far
+  int32_t* counts;  // [local_experts]: of the slot that is looked at
+  __device__ Choosing(const DeviceControl& c, void* memory) {
+    chosen = static_cast<int64_t*>(memory);
+    total = reinterpret_cast<int32_t*>(chosen + c.slots());
+    counts = total + c.geometry.local_experts;
+  }
+};
+
+// Checks a ready slot's header and counts; false (region closed) if the protocol forbids them, or it was closed before.
+__device__ bool admit(const DeviceControl& c, int64_t index, int32_t generation, const Choosing& m, SlotHeader& h) {
   const Geometry& g = c.geometry;
   const DeviceSlot slot(c.window, c.layout, index);
   const int lane = threadIdx.x;
+  const uint32_t region = static_cast<uint32_t>(index) / static_cast<uint32_t>(c.layout.slots_per_region);
+  const uint32_t within = static_cast<uint32_t>(index) % static_cast<uint32_t>(c.layout.slots_per_region);
+  const uint32_t depth = static_cast<uint32_t>(g.depth);
+  const int32_t state = load_relaxed(&c.region[region]);
   h = *slot.header;  // every lane: one request
-  const int64_t ring = index % g.depth, most = static_cast<int64_t>(h.num_tokens) * g.topk;
-  int64_t sum = 0, worst = -1;
-  for (int64_t e = lane; e < g.local_experts; e += 32) {
-    const int32_t n = slot.counts[e];
-    c.counts[index * g.local_experts + e] = n;
+  int32_t n = lane < g.local_experts ? slot.counts[lane] : 0;
+  const int64_t ring = within % depth, most = static_cast<int64_t>(h.num_tokens) * g.topk;
+  int64_t sum = 0;
+  int32_t worst = -1;
+  for (int32_t e = lane; e < g.local_experts; e += 32) {
+    if (e != lane) n = slot.counts[e];
+    m.counts[e] = n;
     if (n < 0 || n > (e < c.local_experts() ? most : 0)) worst = e;
     sum += n;
   }
-  for (int d = 16; d > 0; d /= 2) {
-    sum += __shfl_xor_sync(kWarp, sum, d);
-    const int64_t other = __shfl_xor_sync(kWarp, worst, d);
-    worst = other > worst ? other : worst;
-  }
-  ErrorRecord r = error_at(Kind::Protocol, Op::arrive, h.layer, static_cast<int32_t>(index / c.layout.slots_per_region),
-                           static_cast<int32_t>(index / g.depth % g.stages), ring, h.sequence);
+  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(kWarp, sum, d);
+  worst = __reduce_max_sync(kWarp, worst);
+  if (!__all_sync(kWarp, state == kAlive)) return false;
+  ErrorRecord r = error_at(Kind::Protocol, Op::arrive, h.layer, static_cast<int32_t>(region),
+                           static_cast<int32_t>(within / depth), ring, h.sequence);
   const auto fails = [&r](bool bad, Field field, int64_t expected, int64_t seen) {
     if (!bad) return false;
     r.field = static_cast<int32_t>(field);
@@ -55,14 +72,13 @@ __device__ bool admit(const DeviceControl& c, int64_t index, SlotHeader& h) {
     r.seen = seen;
     return true;
   };
-  const int32_t generation = c.state->generation;
+  const int64_t ring_of = g.depth == 1 ? 0 : h.sequence % g.depth;
   const bool bad = fails(h.magic != kHeaderMagic, Field::magic, kHeaderMagic, h.magic) ||
                    fails(h.version != kWireVersion, Field::version, kWireVersion, h.version) ||
                    fails(h.generation != generation, Field::generation, generation, h.generation) ||
                    fails(h.flags != 0, Field::flags, 0, h.flags) ||
                    fails(h.sequence < 0, Field::sequence, 0, h.sequence) ||
-                   fails(h.sequence % g.depth != ring, Field::ring, ring, h.sequence % g.depth) ||
-                   fails(h.layer < 0, Field::layer, 0, h.layer) ||
+                   fails(ring_of != ring, Field::ring, ring, ring_of) || fails(h.layer < 0, Field::layer, 0, h.layer) ||
                    fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens) ||
                    fails(worst >= 0, Field::counts, most, worst) ||
                    fails(sum != h.routed || sum > most, Field::counts, h.routed, sum);
@@ -71,109 +87,132 @@ __device__ bool admit(const DeviceControl& c, int64_t index, SlotHeader& h) {
   return !bad;
 }
 
-// Rows stand by expert, and within an expert in item order.
-__device__ void place_rows(const DeviceControl& c, const int64_t* chosen, int32_t count) {
+// Takes an admitted slot into the item as its n-th. Rows stand by expert, and within an expert in item order: `first`
+// is relative to the expert's rows until place_rows.
+__device__ void take(const DeviceControl& c, int64_t index, const SlotHeader& h, int32_t n, const Choosing& m,
+                     int32_t* item) {
+  const int64_t width = c.geometry.local_experts;
+  for (int32_t e = threadIdx.x; e < c.local_experts(); e += 32) {
+    c.counts[index * width + e] = m.counts[e];
+    c.first[index * width + e] = m.total[e];
+    m.total[e] += m.counts[e];
+  }
+  if (threadIdx.x != 0) return;
+  m.chosen[n] = index;
+  c.taken[index] = {h.sequence, global_ns(), h.layer, h.num_tokens, h.routed, 0};
+  const auto lane = static_cast<int32_t>(index % c.layout.slots_per_region),
+             depth = static_cast<int32_t>(c.geometry.depth);
+  auto* s = reinterpret_cast<int4*>(item + (1 + n) * kItemWords);
+  s[0] =
+      make_int4(static_cast<int32_t>(index / c.layout.slots_per_region), lane / depth, lane % depth, low(h.sequence));
+  s[1] = make_int4(high(h.sequence), h.num_tokens, h.routed, 0);
+  static_assert(kItemRegion == 0 && kItemStage == 1 && kItemRing == 2 && kItemSequenceLow == 3);
+  static_assert(kItemSequenceHigh == 4 && kItemTokens == 5 && kItemRouted == 6 && kItemWords == 8);
+}
+
+// Makes `first` of the item's slots absolute.
+__device__ void place_rows(const DeviceControl& c, const Choosing& m, int32_t count) {
   const int64_t width = c.geometry.local_experts;
   const int lane = threadIdx.x;
   int32_t begin = 0;
   for (int32_t e0 = 0; e0 < c.local_experts(); e0 += 32) {
     const int32_t e = e0 + lane;
     const bool mine = e < c.local_experts();
-    int32_t total = 0;
-    for (int32_t i = 0; mine && i < count; ++i) total += c.counts[chosen[i] * width + e];
+    const int32_t total = mine ? m.total[e] : 0;
     int32_t inclusive = total;
     for (int d = 1; d < 32; d *= 2) {
       const int32_t other = __shfl_up_sync(kWarp, inclusive, d);
       if (lane >= d) inclusive += other;
     }
-    int32_t row = begin + inclusive - total;
     for (int32_t i = 0; mine && i < count; ++i) {
-      c.first[chosen[i] * width + e] = row;
-      row += c.counts[chosen[i] * width + e];
+      int32_t& first = c.first[m.chosen[i] * width + e];
+      first = begin + inclusive - total + (i > 0 ? first : 0);
     }
     begin += __shfl_sync(kWarp, inclusive, 31);
   }
 }
 
 __global__ void __launch_bounds__(32) arrive_kernel(const __grid_constant__ DeviceControl c, int32_t* item) {
-  extern __shared__ int64_t chosen[];  // [slots]: the item's slots
-  const Geometry& g = c.geometry;
+  extern __shared__ int64_t memory[];
+  const Choosing m(c, memory);
   const int lane = threadIdx.x;
-  const int64_t slots = c.slots(), start = global_ns(), cursor = c.state->cursor;
+  const int64_t start = global_ns(), arrivals = c.state->arrivals;
+  const int32_t generation = c.state->generation;
+  const uint32_t slots = static_cast<uint32_t>(c.slots()), cursor = static_cast<uint32_t>(c.state->cursor);
+  const uint32_t per_region = static_cast<uint32_t>(c.layout.slots_per_region);
+  for (int64_t e = lane; e < c.geometry.local_experts; e += 32) m.total[e] = 0;
+  uint64_t free =
+      0;  // bit i: this lane's slot of the i-th 32 is not taken. Only arrive takes, so it need not ask again
   int32_t count = 0, layer = 0;
-  int64_t rows = 0, next = cursor;
+  int64_t rows = 0;
+  uint32_t next = cursor;
   for (uint32_t turn = 1;; ++turn) {
-    if (turn % 16 == 1) watch_peers(c, turn % 256 == 1);
     bool left_behind = false, stop = false;
-    for (int64_t base = 0; base < slots && !stop; base += 32) {
-      const int64_t at = (cursor + base + lane) % slots;
-      // taken first, then the flag: an answered slot must not be taken again (docs/protocol.md)
-      const bool ready = base + lane < slots && c.taken[at].sequence < 0 &&
-                         load_acquire(flag_of(c.window, c.layout, at)) == kReady &&
-                         load_relaxed(&c.region[at / c.layout.slots_per_region]) == kAlive;
+    for (uint32_t base = 0; base < slots && !stop; base += 32) {
+      uint32_t at = cursor + base + lane;
+      if (at >= slots) at -= slots;
+      bool ready = false;
+      if (base + lane < slots) {
+        // taken first, then the flag: an answered slot must not be taken again (docs/protocol.md)
+        const uint64_t mine = base / 32 < 64 ? 1ull << (base / 32) : 0;
+        bool open = (free & mine) != 0;
+        if (!open) open = load_acquire(&c.taken[at].sequence) < 0;
+        if (open) {
+          free |= mine;
+          const int32_t state = load_relaxed(&c.region[at / per_region]), sticky = peer_state(c, at / per_region);
+          ready = load_acquire(flag_of(c.window, c.layout, at)) == kReady && state == kAlive && sticky == kAlive;
+        }
+      }
       for (uint32_t left = __ballot_sync(kWarp, ready); left != 0 && !stop; left &= left - 1) {
         const int64_t index = __shfl_sync(kWarp, at, __ffs(static_cast<int>(left)) - 1);
         SlotHeader h;
         __syncwarp();  // the lane that acquired the flag may be another
-        if (load_relaxed(&c.region[index / c.layout.slots_per_region]) != kAlive || !admit(c, index, h)) continue;
+        if (!admit(c, index, generation, m, h)) continue;
         const bool fits = count == 0 || rows + h.routed <= c.rows;
         if (count > 0 && (!fits || h.layer != layer)) {
-          if (!left_behind) next = index;
+          if (!left_behind) next = static_cast<uint32_t>(index);
           left_behind = true;
           stop = !fits;
           continue;
         }
         layer = h.layer;
         rows += h.routed;
-        if (lane == 0) {
-          c.taken[index] = {h.sequence, global_ns(), h.layer, h.num_tokens, h.routed, 0};
-          chosen[count] = index;
-          int32_t* s = item + (1 + count) * kItemWords;
-          s[kItemRegion] = static_cast<int32_t>(index / c.layout.slots_per_region);
-          s[kItemStage] = static_cast<int32_t>(index / g.depth % g.stages);
-          s[kItemRing] = static_cast<int32_t>(index % g.depth);
-          s[kItemSequenceLow] = low(h.sequence);
-          s[kItemSequenceHigh] = high(h.sequence);
-          s[kItemTokens] = h.num_tokens;
-          s[kItemRouted] = h.routed;
-          s[kItemWords - 1] = 0;
-        }
-        ++count;
-        if (!left_behind) next = (index + 1) % slots;
+        take(c, index, h, count++, m, item);
+        if (!left_behind) next = index + 1 == slots ? 0 : static_cast<uint32_t>(index) + 1;
       }
     }
     if (count > 0) break;
-    bool over = false;
-    if (turn % 16 == 0) over = has_failed(c) || global_ns() - start > c.poll_ns;
+    if (turn % 16 != 0) continue;
+    watch_peers(c, turn % 256 == 0);
+    bool over = has_failed(c) || global_ns() - start > c.poll_ns;
     if (turn % 256 == 0) over |= ask_host(&c.mapped->abort) != 0;
     if (__any_sync(kWarp, over)) break;
   }
-  // The body, a system fence, then the sequence: the host waits for the exact number.
-  volatile int64_t* mail = c.mailbox + c.state->arrivals % kMailbox * kMailWords;
-  if (lane == 0) {
-    mail[kMailCount] = count;
-    mail[kMailLayer] = layer;
-    mail[kMailRows] = rows;
-    const int32_t head[kItemWords] = {c.state->generation, count, layer, static_cast<int32_t>(rows)};
-    for (int w = 0; w < kItemWords; ++w) item[w] = head[w];
-    c.state->cursor = static_cast<int32_t>(next);
-    if (count > 0) {
-      c.state->counters[k_items] += 1;
-      c.state->counters[k_rows] += rows;
-    }
-  }
   __syncwarp();
-  place_rows(c, chosen, count);
+  place_rows(c, m, count);
+  int64_t* mail = c.mailbox + arrivals % kMailbox * kMailWords;
+  if (lane < kMailWords)
+    *reinterpret_cast<volatile int64_t*>(&mail[lane]) =
+        mail_word(arrivals + 1, lane == kMailCount   ? count
+                                : lane == kMailLayer ? layer
+                                                     : static_cast<int32_t>(rows));
   if (lane == 0) {
-    __threadfence_system();
-    mail[kMailSequence] = ++c.state->arrivals;
+    reinterpret_cast<int4*>(item)[0] = make_int4(generation, count, layer, static_cast<int32_t>(rows));
+    reinterpret_cast<int4*>(item)[1] = make_int4(0, 0, 0, 0);
+    static_assert(kItemGeneration == 0 && kItemCount == 1 && kItemLayer == 2 && kItemRows == 3);
+    c.state->cursor = static_cast<int32_t>(next);
+    c.state->arrivals = arrivals + 1;
+    if (count > 0) {
+      count_up(&c.state->counters[k_items], 1);
+      count_up(&c.state->counters[k_rows], rows);
+    }
   }
 }
 
 }  // namespace
 
 void launch_arrive(const DeviceControl& c, int32_t* item, cudaStream_t stream) {
-  arrive_kernel<<<1, 32, static_cast<size_t>(c.slots()) * sizeof(int64_t), stream>>>(c, item);
+  arrive_kernel<<<1, 32, arrive_bytes(c.geometry, c.slots()), stream>>>(c, item);
 }
 
 cudaError_t preload_arrive() {

@@ -2,7 +2,8 @@
 //   moves    one row per (token, F rank) that answers it; T x H of base in, T x H out
 //   launch   T up to kFusedTokens: kFusedCtas CTAs wait and sum. More: 1 CTA waits, then a grid over the tokens sums; a
 //            waiting kernel never holds more than kFusedCtas multiprocessors. A warp sums a segment of a row
-//   order    flag (acquire, by every CTA that waits), header, rows; done++ ; last CTA: every flag to EMPTY, ring free.
+//   order    flag (acquire, by every CTA that waits), header, rows; done++ (acq_rel.gpu) ; last CTA: every flag to
+//            EMPTY, ring free.
 //            The next dispatch on this ring releases the resets, so they need no fence of their own
 //   waits    for the reply of every F rank that is not masked, until poison, abort or the deadline
 //   fails    stale ticket, a peer's fault, a stop: error record, window stopped, out filled with NaN
@@ -20,7 +21,7 @@ constexpr int kFusedCtas = 16;
 constexpr int kSumCtas = 264;
 
 struct Ticket {
-  int32_t layer, stage, ring;
+  int32_t layer, stage, ring, generation;
   int64_t sequence;
   bool ok;
 };
@@ -29,13 +30,14 @@ __device__ Ticket read_ticket(const DeviceControl& c, const int32_t* w, const in
                               bool report) {
   __shared__ Ticket ticket;
   if (threadIdx.x == 0) {
-    const Lane lane = read_port(c, port);
+    const int32_t generation = c.state->generation;
+    const bool failed = has_failed(c);
     const int4 a = *reinterpret_cast<const int4*>(w), b = *reinterpret_cast<const int4*>(w + 4);
-    Ticket k{lane.layer, lane.stage, a.z, join(a.w, b.x), false};
+    const Lane lane = read_port(c, port);
+    Ticket k{lane.layer, lane.stage, a.z, generation, join(a.w, b.x), false};
     static_assert(kTicketGeneration == 0 && kTicketStage == 1 && kTicketRing == 2 && kTicketSequenceLow == 3);
     static_assert(kTicketSequenceHigh == 4 && kTicketLayer == 5 && kTicketTokens == 6);
-    const bool failed = has_failed(c);
-    k.ok = !failed && k.stage >= 0 && a.x == c.state->generation && a.y == k.stage && b.y == k.layer && b.z == tokens &&
+    k.ok = !failed && k.stage >= 0 && a.x == generation && a.y == k.stage && b.y == k.layer && b.z == tokens &&
            k.sequence >= 0 && k.ring >= 0 && k.ring < c.geometry.depth &&
            c.ring[k.stage * c.geometry.depth + k.ring] == k.sequence;
     if (!k.ok && report && !failed) fail(c, error_at(Kind::Stale, Op::combine, b.y, -1, a.y, k.ring, k.sequence));
@@ -45,14 +47,24 @@ __device__ Ticket read_ticket(const DeviceControl& c, const int32_t* w, const in
   return ticket;
 }
 
-// One F rank's reply, by one thread: true once it is there and is the answer to this ticket.
-__device__ bool await_reply(const DeviceControl& c, const Ticket& k, int32_t f, int64_t tokens, int64_t start) {
-  const int64_t index = c.slot(f, k.stage, k.ring);
-  const int32_t* flag = flag_of(c.window, c.layout, index);
-  const ErrorRecord r = error_at(Kind::Timeout, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
+// A bit per F rank that is left out, as this CTA sees it; __syncthreads before it is read. A mask() in mid-step may
+// reach some CTAs only: the tokens it concerns are those of Window.affected().
+__device__ void read_masked(const DeviceControl& c, uint32_t* skip) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+  for (int32_t first = static_cast<int32_t>(threadIdx.x / 32) * 32; first < c.peers;
+       first += static_cast<int32_t>(blockDim.x)) {
+    const uint32_t bits = __ballot_sync(kWarp, first + lane < c.peers && c.masked[first + lane] != 0);
+    if (lane == 0) skip[first / 32] = bits;
+  }
+}
+
+// One F rank's reply flag, by one thread: true once it is there.
+__device__ bool await_flag(const DeviceControl& c, const Ticket& k, int32_t f, int64_t start) {
+  const int32_t* flag = flag_of(c.window, c.layout, c.slot(f, k.stage, k.ring));
   bool late = false;
   for (uint32_t turn = 1; load_acquire(flag) != kReady; ++turn) {
     if (turn % 16 != 0) continue;
+    const ErrorRecord r = error_at(Kind::Timeout, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
     if (has_failed(c)) return false;
     const int32_t sticky = peer_state(c, f);
     if (sticky != kAlive) {
@@ -71,9 +83,20 @@ __device__ bool await_reply(const DeviceControl& c, const Ticket& k, int32_t f, 
     }
     late = global_ns() - start > c.deadline_ns;  // then a last look: it may have been this rank that was stopped
   }
-  const SlotHeader h = *DeviceSlot(c.window, c.layout, index).header;
-  ErrorRecord bad = r;
-  bad.kind = static_cast<int32_t>(Kind::Protocol);
+  return true;
+}
+
+// Every thread gets the same answer; the threads of the F ranks have acquired their flags.
+__device__ bool await_flags(const DeviceControl& c, const Ticket& k, const uint32_t* skip) {
+  const int64_t start = global_ns();
+  bool ok = k.ok;
+  for (int32_t f = threadIdx.x; ok && f < c.peers; f += blockDim.x) ok = bit(skip, f) || await_flag(c, k, f, start);
+  return __syncthreads_and(ok);
+}
+
+// Whether a reply is the answer to this ticket.
+__device__ bool check_header(const DeviceControl& c, const Ticket& k, int32_t f, int64_t tokens, const SlotHeader& h) {
+  ErrorRecord bad = error_at(Kind::Protocol, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
   const auto differs = [&bad](Field field, int64_t expected, int64_t seen) {
     if (expected == seen) return false;
     bad.field = static_cast<int32_t>(field);
@@ -82,28 +105,42 @@ __device__ bool await_reply(const DeviceControl& c, const Ticket& k, int32_t f, 
     return true;
   };
   if (differs(Field::magic, kHeaderMagic, h.magic) || differs(Field::version, kWireVersion, h.version) ||
-      differs(Field::generation, c.state->generation, h.generation) ||
-      differs(Field::sequence, k.sequence, h.sequence) || differs(Field::layer, k.layer, h.layer) ||
-      differs(Field::flags, 0, h.flags) || differs(Field::num_tokens, tokens, h.num_tokens)) {
+      differs(Field::generation, k.generation, h.generation) || differs(Field::sequence, k.sequence, h.sequence) ||
+      differs(Field::layer, k.layer, h.layer) || differs(Field::flags, 0, h.flags) ||
+      differs(Field::num_tokens, tokens, h.num_tokens)) {
     fail(c, bad);
     return false;
   }
   return true;
 }
 
-__device__ bool await_all(const DeviceControl& c, const Ticket& k, int64_t tokens) {
-  const int64_t start = global_ns();
-  bool ok = k.ok;
-  for (int32_t f = threadIdx.x; ok && f < c.peers; f += blockDim.x)
-    ok = c.masked[f] != 0 || await_reply(c, k, f, tokens, start);
-  return __syncthreads_and(ok);
-}
+// The headers of this thread's F ranks: asked for by the constructor, judged by check().
+struct Headers {
+  SlotHeader first;
+  __device__ Headers(const DeviceControl& c, const Ticket& k, bool ok) {
+    if (ok && static_cast<int32_t>(threadIdx.x) < c.peers) first = header_of(c, k, threadIdx.x);
+  }
+  __device__ bool check(const DeviceControl& c, const Ticket& k, bool ok, int64_t tokens, const uint32_t* skip) const {
+    for (int32_t f = threadIdx.x; ok && f < c.peers; f += blockDim.x)
+      ok = bit(skip, f) ||
+           check_header(c, k, f, tokens, f == static_cast<int32_t>(threadIdx.x) ? first : header_of(c, k, f));
+    return ok;
+  }
+
+ private:
+  __device__ static SlotHeader header_of(const DeviceControl& c, const Ticket& k, int32_t f) {
+    return *DeviceSlot(c.window, c.layout, c.slot(f, k.stage, k.ring)).header;
+  }
+};
 
 __global__ void __launch_bounds__(32)
     await_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, const int32_t* port, int64_t tokens) {
+  __shared__ uint32_t skip[kMaxRanks / 32];
+  read_masked(c, skip);
   const Ticket k = read_ticket(c, words, port, tokens, true);
-  const bool ok = await_all(c, k, tokens);
-  if (threadIdx.x == 0 && k.stage >= 0) c.spoiled[done_index(c.geometry, Done::combine, k.stage)] = ok ? 0 : 1;
+  const bool there = await_flags(c, k, skip);
+  const bool ok = __all_sync(kWarp, Headers(c, k, there).check(c, k, there, tokens, skip));
+  if (threadIdx.x == 0 && k.stage >= 0) c.verdict[k.stage] = ok ? 1 : 0;
 }
 
 template <typename Payload, typename Base, bool kFused>
@@ -112,43 +149,74 @@ __global__ void __launch_bounds__(kThreads)
                    const int32_t* port) {
   constexpr int N = Elements<Payload>::kPerVector > Elements<Base>::kPerVector ? Elements<Payload>::kPerVector
                                                                                : Elements<Base>::kPerVector;
+  __shared__ uint32_t skip[kMaxRanks / 32];
   const Geometry& g = c.geometry;
   const int64_t tokens = base.count, width = ticket_width(g.ffn_size);
   const Units units(tokens, g.hidden / N, 1, blockIdx.x, gridDim.x);
   if (blockIdx.x >= units.ctas) return;
+  const uint32_t lane = threadIdx.x % 32;
+  float acc[N];
+  // Everything that does not come from an F rank: asked for while the replies are on their way.
+  uint32_t bits = 0;
+  const auto begin_sum = [&](uint32_t t, uint32_t v, uint32_t end) {
+    bits = static_cast<uint32_t>(words[(t + 1) * width]);
+    if (v < end) load<N>(acc, static_cast<const Base*>(base.data) + t * base.stride + v * N);
+  };
+  const auto finish_sum = [&](const Ticket& k, uint32_t t, uint32_t v, uint32_t end) {
+    if (v >= end) return;
+    for (int32_t word = 0;; bits = static_cast<uint32_t>(words[(t + 1) * width + word])) {
+      for (uint32_t rest = bits & ~skip[word]; rest != 0; rest &= rest - 1) {
+        const int32_t f = word * 32 + __ffs(static_cast<int>(rest)) - 1;
+        float part[N];
+        load<N>(part,
+                reinterpret_cast<const Payload*>(DeviceSlot(c.window, c.layout, c.slot(f, k.stage, k.ring)).payload) +
+                    t * g.hidden + v * N);
+#pragma unroll
+        for (int j = 0; j < N; ++j) acc[j] += part[j];
+      }
+      if (++word * 32 >= c.peers) break;
+    }
+  };
+  const auto write = [&](bool ok, uint32_t t, uint32_t v, uint32_t end) {
+    if (v >= end) return;
+    if (!ok)
+#pragma unroll
+      for (int j = 0; j < N; ++j) acc[j] = NAN;
+    store<N>(out + t * g.hidden + v * N, acc);
+  };
+
+  const bool any = units.first < units.count;
+  const uint32_t t0 = any ? units.row(units.first) : 0;
+  const uint32_t v0 = any ? units.begin(units.first) + lane : 0, end0 = any ? units.end(units.first) : 0;
+  if (any) begin_sum(t0, v0, end0);
+  read_masked(c, skip);
   const Ticket k = read_ticket(c, words, port, tokens, kFused && blockIdx.x == 0);
   // One answer per CTA: a row is summed or NaN, never half of each.
-  const bool ok = kFused ? await_all(c, k, tokens)
-                         : __syncthreads_and(k.ok && c.spoiled[done_index(g, Done::combine, k.stage)] == 0) != 0;
-  for (int64_t unit = units.first; unit < units.count; unit += units.stride) {
-    const int64_t t = units.row(unit), end = units.end(unit);
-    const Base* from = static_cast<const Base*>(base.data) + t * base.stride;
-    const int32_t* mask = words + (t + 1) * width;
-    for (int64_t v = units.begin(unit) + threadIdx.x % 32; v < end; v += 32) {
-      float acc[N];
-      if (ok) {
-        load<N>(acc, from + v * N);
-        for (int32_t f = 0; f < c.peers; ++f) {
-          if (!bit(mask, f) || c.masked[f] != 0) continue;
-          float part[N];
-          load<N>(part,
-                  reinterpret_cast<const Payload*>(DeviceSlot(c.window, c.layout, c.slot(f, k.stage, k.ring)).payload) +
-                      t * g.hidden + v * N);
-#pragma unroll
-          for (int j = 0; j < N; ++j) acc[j] += part[j];
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < N; ++j) acc[j] = NAN;
-      }
-      store<N>(out + t * g.hidden + v * N, acc);
+  bool ok;
+  if constexpr (kFused) {
+    const bool there = await_flags(c, k, skip);
+    const Headers headers(c, k, there);
+    if (there && any) finish_sum(k, t0, v0, end0);
+    ok = __syncthreads_and(headers.check(c, k, there, tokens, skip));
+  } else {
+    ok = k.ok && c.verdict[k.stage] != 0;
+    if (ok && any) finish_sum(k, t0, v0, end0);
+  }
+  if (any) write(ok, t0, v0, end0);
+  for (uint32_t unit = units.first; unit < units.count; unit += units.stride) {
+    const uint32_t t = units.row(unit), end = units.end(unit);
+    for (uint32_t v = units.begin(unit) + lane; v < end; v += 32) {
+      if (t == t0 && v == v0) continue;
+      begin_sum(t, v, end);
+      if (ok) finish_sum(k, t, v, end);
+      write(ok, t, v, end);
     }
   }
 
   bool spoiled;
-  if (!last_cta<false>(c, Done::combine, k.stage < 0 ? g.stages : k.stage, units.ctas, !ok, spoiled) || spoiled) return;
-  for (int32_t f = threadIdx.x; f < c.peers; f += blockDim.x)
-    if (c.masked[f] == 0) store_relaxed(flag_of(c.window, c.layout, c.slot(f, k.stage, k.ring)), kEmpty);
+  if (!last_cta(c, Done::combine, k.stage < 0 ? g.stages : k.stage, units.ctas, !ok, spoiled) || spoiled) return;
+  for (int32_t f = threadIdx.x; f < c.peers; f += 32)
+    if (!bit(skip, f)) store_relaxed(flag_of(c.window, c.layout, c.slot(f, k.stage, k.ring)), kEmpty);
   if (threadIdx.x == 0) {
     c.ring[k.stage * g.depth + k.ring] = -1;
     count_up(&c.state->counters[k_combines], 1);

@@ -1,8 +1,13 @@
 // device.cuh: the vocabulary of the CUDA kernels: a window as a kernel sees it, flags, errors, warps.
 //
-// Memory order. Every CTA that wrote passes __syncthreads; its thread 0 then fences (system scope) and counts itself
-// done. Who finds itself last stores the flags with st.release.sys. A flag is read with ld.acquire.sys by a thread of
-// every CTA that reads, before a __syncthreads or __syncwarp. docs/protocol.md argues why no reset is lost.
+// Memory order. Every CTA that wrote passes __syncthreads; one thread of it then counts the CTA done (acquire and
+// release, device scope). Who counts last stores the flags with st.release.sys. A flag is read with ld.acquire.sys by a
+// thread of every CTA that reads, before a __syncthreads or __syncwarp. docs/protocol.md argues why no store and no
+// reset is lost.
+//
+// Speed. A load from L2 takes 0.3 us, a system fence 1 to 1.5, a kernel boundary 0.6: at a few tokens that is all there
+// is. So kernels issue loads that do not depend on each other together, before the first of them is used, and each
+// fences once.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,8 +21,16 @@ namespace afd {
 constexpr int64_t kMaxTopk = 64;  // checked at construction: choices of a token kept by two per lane
 constexpr int kNearPeers = 16;    // peers whose addresses ride in the kernel's parameters
 constexpr int kMailbox = 4;       // entries; arrive n + kMailbox is launched only after reply n
-constexpr int kMailWords = 4;
-enum MailWord { kMailSequence = 0, kMailCount = 1, kMailLayer = 2, kMailRows = 3 };
+
+// An entry of the mailbox. Each word is stored at once, and carries the item's sequence above its value: the host has
+// an item when all three say so, and arrive needs no fence across PCIe.
+enum MailWord { kMailCount = 0, kMailLayer = 1, kMailRows = 2, kMailWords = 3 };
+__host__ __device__ inline int64_t mail_word(int64_t sequence, int32_t value) {
+  return static_cast<int64_t>(static_cast<uint64_t>(sequence) << 32 | static_cast<uint32_t>(value));
+}
+__host__ __device__ inline uint32_t mail_sequence(int64_t word) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(word) >> 32);
+}
 
 // What reset() and the kernels change, in device memory that is never freed: captured graphs hold its address.
 struct DeviceState {
@@ -37,8 +50,8 @@ struct DeviceControl : Control {
   Control* mapped;         // the host's Control, in mapped memory: abort, failed
   int32_t* mapped_region;  // its region array: what the host knows of the peers
   int32_t* claimed;        // [peers + 1]: which error records are taken; PCIe has no compare-and-swap with the CPU
-  uint32_t* done;          // [done_words]: CTAs that have finished
-  uint32_t* spoiled;       // [done_words]: some CTA found a reason not to publish
+  uint32_t* done;          // [done_words]: CTAs that have finished, and how many of them are against publishing
+  int32_t* verdict;        // A [stages + 1]: 1 if the replies that await_kernel waited for may be summed
   int64_t* mailbox;        // mapped [kMailbox, kMailWords]
   int32_t* gone;           // mapped [peers]: set by the host when a peer's process ended
   char* near[kNearPeers];  // the first of `peer`
@@ -51,6 +64,9 @@ __host__ __device__ inline int64_t done_index(const Geometry& g, Done which, int
 }
 __host__ __device__ inline int64_t done_words(const Geometry& g) { return 3 * (g.stages + 1); }
 
+// Shared memory of arrive: 8 bytes per slot, twice 4 per local expert.
+inline int64_t arrive_bytes(const Geometry& g, int64_t slots) { return 8 * (slots + g.local_experts); }
+
 #if defined(__CUDACC__)
 
 constexpr unsigned kWarp = 0xffffffffu;
@@ -58,6 +74,12 @@ constexpr unsigned kWarp = 0xffffffffu;
 __device__ __forceinline__ int32_t load_acquire(const int32_t* p) {
   int32_t v;
   asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ int64_t load_acquire(const int64_t* p) {
+  int64_t v;
+  asm volatile("ld.acquire.gpu.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
 
@@ -113,9 +135,7 @@ struct DeviceSlot {
   }
 };
 
-__device__ __forceinline__ bool bit(const int32_t* mask, int64_t f) {
-  return (static_cast<uint32_t>(mask[f / 32]) >> (f % 32)) & 1;
-}
+__device__ __forceinline__ bool bit(const uint32_t* mask, int32_t f) { return (mask[f / 32] >> (f % 32)) & 1; }
 
 // Errors, as control.cpp has them for the host.
 
@@ -174,11 +194,6 @@ __device__ inline void close_region(const DeviceControl& c, const ErrorRecord& r
   poison_peer(c, r.peer);
 }
 
-// One answer for a whole warp: what follows votes and shuffles.
-__device__ inline bool region_alive(const DeviceControl& c, int32_t region) {
-  return __all_sync(kWarp, load_relaxed(&c.region[region]) == kAlive);
-}
-
 __device__ inline int32_t peer_state(const DeviceControl& c, int32_t peer) {
   return load_relaxed(sticky_of(c.window, c.layout, peer));
 }
@@ -200,49 +215,48 @@ __device__ inline Lane read_port(const DeviceControl& c, const int32_t* port) {
   return {w.y, w.z};
 }
 
-// Every CTA that takes part (the first `ctas` of the grid) calls this after its last access; true in the last one,
-// which sees what all others did. The caller says at which scope that matters: the whole system if peers will read it.
-template <bool kSystem>
-__device__ inline bool last_cta(const DeviceControl& c, Done which, int64_t stage, int64_t ctas, bool spoil,
-                                bool& any_spoiled) {
-  __shared__ int32_t last, bad;
+// Every CTA that takes part (the first `ctas` of the grid) calls this after its last access. True in warp 0 of the last
+// one, and nowhere else: it then sees what all others did, and what it releases to the system covers their stores.
+// `against` is uniform in a CTA; `spoiled` says whether it was true in any.
+__device__ inline bool last_cta(const DeviceControl& c, Done which, int64_t stage, uint32_t ctas, bool against,
+                                bool& spoiled) {
+  constexpr uint32_t kAgainst = 1u << 16;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    const int64_t i = done_index(c.geometry, which, stage);
-    if (spoil) atomicOr(&c.spoiled[i], 1u);
-    kSystem ? __threadfence_system() : __threadfence();
-    last = ctas == 1 || atomicAdd(&c.done[i], 1u) == ctas - 1;
-    if (last) {
-      __threadfence();
-      bad = atomicExch(&c.spoiled[i], 0u) != 0;
-      c.done[i] = 0;
-    }
-  }
-  __syncthreads();
-  any_spoiled = last && bad;
-  return last;
+  if (threadIdx.x >= 32) return false;
+  spoiled = against;
+  if (ctas == 1) return true;
+  uint32_t* done = &c.done[done_index(c.geometry, which, stage)];
+  const uint32_t mine = against ? kAgainst + 1 : 1;
+  uint32_t count = 0;
+  if (threadIdx.x == 0)
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(count) : "l"(done), "r"(mine) : "memory");
+  count = __shfl_sync(kWarp, count, 0) + mine;
+  __syncwarp();
+  if (count % kAgainst != ctas) return false;
+  if (threadIdx.x == 0) *done = 0;
+  spoiled = count >= kAgainst;
+  return true;
 }
 
 // Rows in work units for warps: a unit is a segment of a row, so that a short batch is cut over many warps and a long
-// one reads its plan once per row. Units fill a CTA before the next: every CTA that takes part costs a fence and a
-// count. Vectors are 16 bytes, `unroll` of them per lane make the shortest segment.
+// one reads its plan once per row. Segments are a power of two, so that a unit is taken apart by shifts; units go to
+// the CTAs in turn. Vectors are 16 bytes, `unroll` of them per lane make the shortest segment.
 struct Units {
-  int64_t segments, span, count, vectors, first, stride, ctas;
-  __device__ Units(int64_t rows, int64_t vectors_, int unroll, int64_t cta, int64_t grid) : vectors(vectors_) {
-    const int64_t per_cta = blockDim.x / 32, warps = grid * per_cta;
-    const int64_t most = (vectors + 32 * unroll - 1) / (32 * unroll), spare = rows > 0 ? warps / rows : 1;
-    segments = spare < 1 ? 1 : (spare < most ? spare : most);
-    span = ((vectors + segments - 1) / segments + 31) / 32 * 32;
-    count = rows * segments;
-    first = cta * per_cta + threadIdx.x / 32;
+  uint32_t vectors, shift, span, count, first, stride, ctas;
+  __device__ Units(int64_t rows_, int64_t vectors_, uint32_t unroll, uint32_t cta, uint32_t grid)
+      : vectors(static_cast<uint32_t>(vectors_)), shift(0) {
+    const uint32_t rows = static_cast<uint32_t>(rows_), warps = grid * (blockDim.x / 32);
+    while ((static_cast<uint64_t>(rows) << (shift + 1)) <= warps && vectors > ((32 * unroll) << shift)) ++shift;
+    span = ((vectors >> shift) + ((vectors & ((1u << shift) - 1)) != 0) + 31) / 32 * 32;
+    count = rows << shift;
+    first = (threadIdx.x / 32) * grid + cta;
     stride = warps;
-    ctas = (count + per_cta - 1) / per_cta;
-    ctas = ctas < 1 ? 1 : (ctas < grid ? ctas : grid);
+    ctas = count < grid ? (count > 0 ? count : 1) : grid;
   }
-  __device__ int64_t row(int64_t unit) const { return unit / segments; }
-  __device__ int64_t begin(int64_t unit) const { return unit % segments * span; }
-  __device__ int64_t end(int64_t unit) const {
-    const int64_t e = begin(unit) + span;
+  __device__ uint32_t row(uint32_t unit) const { return unit >> shift; }
+  __device__ uint32_t begin(uint32_t unit) const { return (unit & ((1u << shift) - 1)) * span; }
+  __device__ uint32_t end(uint32_t unit) const {
+    const uint32_t e = begin(unit) + span;
     return e < vectors ? e : vectors;
   }
 };

@@ -1,7 +1,7 @@
 // dispatch: rows of x to the F ranks that need them, and the plan that explains them.
 //   moves    T x H elements once per (token, F rank); T x topk x 12 bytes of plan per F rank
 //   launch   1 plan CTA + kCopyCtas copy CTAs of 512 threads, independent of capacity; a warp copies a segment of a row
-//   order    every writer: stores -> __syncthreads -> fence.sys -> done++ ; last one: flags (release.sys)
+//   order    every writer: stores -> __syncthreads -> done++ (acq_rel.gpu) ; last one: flags (release.sys)
 //   waits    never
 //   fails    port never filled, no free ring, a peer that ended: error record, nothing published, ticket of generation
 //   -1;
@@ -12,7 +12,7 @@ namespace afd {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kCopyCtas = 24;
+constexpr int kCopyCtas = 32;
 constexpr int kUnroll = 4;
 
 struct Flight {
@@ -22,83 +22,95 @@ struct Flight {
   bool ok;
 };
 
-// Why nothing may be published, decided from words that only this stream changes, or that only ever get worse. By warp
-// 0: the lanes read the rings while one reads the sequence, so that the loads do not wait for each other.
-__device__ Flight open_flight(const DeviceControl& c, const int32_t* port) {
-  __shared__ Flight flight;
+// Why nothing may be published, decided from words that only this stream changes, or that only ever get worse. By the
+// last warp of every CTA, which has the least else to do; __syncthreads before `flight` and `skip` (a bit per F rank
+// that is left out) are read.
+__device__ void open_flight(const DeviceControl& c, const int32_t* port, Flight& flight, uint32_t* skip) {
   const Geometry& g = c.geometry;
-  if (threadIdx.x < 32) {
-    const int lane = threadIdx.x;
-    const Lane l = read_port(c, port);
-    Flight f{l, -1, -1, -1, c.state->generation, false};
-    if (l.stage >= 0) {
-      const int64_t sequence = c.next[l.stage];
-      int64_t busy = lane < g.depth ? c.ring[l.stage * g.depth + lane] : -1;
-      int32_t ended = 0;
-      for (int32_t p = lane; p < c.peers; p += 32)
-        if (peer_state(c, p) != kAlive && c.masked[p] == 0) ended = 1 + p;
-      ended = __reduce_max_sync(kWarp, ended);
-      f.sequence = sequence;
-      f.ring = sequence % g.depth;
-      f.slot = c.slot(c.role_rank, l.stage, f.ring);
-      busy = f.ring < 32 ? __shfl_sync(kWarp, busy, static_cast<int>(f.ring)) : c.ring[l.stage * g.depth + f.ring];
-      f.ok = !has_failed(c) && busy < 0 && ended == 0;
-      if (lane == 0 && blockIdx.x == 0 && !f.ok && !has_failed(c)) {
-        const ErrorRecord r = error_at(Kind::RingBusy, Op::dispatch, l.layer, -1, l.stage, f.ring, f.sequence);
-        fail(c, ended > 0 ? peer_ended(r, ended - 1, peer_state(c, ended - 1)) : r);
-      }
-    } else if (lane == 0 && blockIdx.x == 0) {
-      fail(c, error_at(Kind::Argument, Op::dispatch, -1, -1, -1, -1, -1));
-    }
-    if (lane == 0) flight = f;
+  if (threadIdx.x / 32 != blockDim.x / 32 - 1) return;
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+  // Which stage is meant is in the port; asking for those of all lanes' stages at once saves waiting for it.
+  int64_t next = lane < g.stages ? c.next[lane] : 0;
+  int64_t busy = lane < g.stages * g.depth ? c.ring[lane] : -1;
+  const int32_t generation = c.state->generation;
+  const bool failed = has_failed(c);
+  const Lane l = read_port(c, port);
+  int32_t ended = 0;
+  for (int32_t first = 0; first < c.peers; first += 32) {
+    const int32_t p = first + lane;
+    const int32_t sticky = p < c.peers ? peer_state(c, p) : kAlive;
+    const bool masked = p < c.peers && c.masked[p] != 0;
+    if (sticky != kAlive && !masked) ended = 1 + p;
+    const uint32_t bits = __ballot_sync(kWarp, masked);
+    if (lane == 0) skip[first / 32] = bits;
   }
-  __syncthreads();
-  return flight;
+  ended = static_cast<int32_t>(__reduce_max_sync(kWarp, static_cast<uint32_t>(ended)));
+  Flight f{l, -1, -1, -1, generation, false};
+  if (l.stage >= 0) {
+    next = l.stage < 32 ? __shfl_sync(kWarp, next, l.stage) : c.next[l.stage];
+    f.sequence = next;
+    f.ring = g.depth == 1 ? 0 : next % g.depth;
+    f.slot = c.slot(c.role_rank, l.stage, f.ring);
+    const int64_t ring = l.stage * g.depth + f.ring;
+    busy = ring < 32 ? __shfl_sync(kWarp, busy, static_cast<int>(ring)) : c.ring[ring];
+    f.ok = !failed && busy < 0 && ended == 0;
+    if (lane == 0 && blockIdx.x == 0 && !f.ok && !failed) {
+      const ErrorRecord r = error_at(Kind::RingBusy, Op::dispatch, l.layer, -1, l.stage, f.ring, f.sequence);
+      fail(c, ended > 0 ? peer_ended(r, ended - 1, peer_state(c, ended - 1)) : r);
+    }
+  } else if (lane == 0 && blockIdx.x == 0) {
+    fail(c, error_at(Kind::Argument, Op::dispatch, -1, -1, -1, -1, -1));
+  }
+  if (lane == 0) flight = f;
 }
 
-// What the plan needs and the flight does not decide: loaded while open_flight waits for its words.
 struct PlanMemory {
   int2* map;         // [experts]
   int32_t* running;  // [experts]
   int32_t* routed;   // [ffn_size]
-  int32_t* skip;     // [ffn_size] masked
   __device__ PlanMemory(const Geometry& g, void* memory) {
     map = static_cast<int2*>(memory);
     running = reinterpret_cast<int32_t*>(map + g.num_experts);
     routed = running + g.num_experts;
-    skip = routed + g.ffn_size;
   }
 };
 
-size_t plan_bytes(const Geometry& g) { return g.num_experts * 12 + g.ffn_size * 8; }
+size_t plan_bytes(const Geometry& g) { return g.num_experts * 12 + g.ffn_size * 4; }
 
-__device__ void load_plan(const DeviceControl& c, const PlanMemory& m) {
-  for (int64_t e = threadIdx.x; e < c.geometry.num_experts; e += blockDim.x) {
+struct WeightedChoice {
+  int64_t id;
+  float weight;
+};
+
+// By the plan CTA.
+__device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const int32_t* port, Flight& flight,
+                           uint32_t* skip, uint32_t tokens, const DeviceIds& ids, const DeviceWeights& weights) {
+  const Geometry& g = c.geometry;
+  const uint32_t topk = static_cast<uint32_t>(g.topk), n = tokens * topk;
+  const auto choice = [&](uint32_t i) -> WeightedChoice {
+    return {id_at(ids, i / topk, i % topk), weights.data[i / topk * weights.row + i % topk * weights.column]};
+  };
+  const WeightedChoice first = threadIdx.x < n ? choice(threadIdx.x) : WeightedChoice{-1, 0.0f};
+  for (int64_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) {
     m.map[e] = reinterpret_cast<const int2*>(c.expert_map)[e];
     m.running[e] = 0;
   }
-  for (int64_t f = threadIdx.x; f < c.geometry.ffn_size; f += blockDim.x) {
-    m.routed[f] = 0;
-    m.skip[f] = c.masked[f];
-  }
-}
-
-__device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const Flight& flight, int64_t tokens,
-                           const DeviceIds& ids, const DeviceWeights& weights) {
-  const Geometry& g = c.geometry;
+  for (int64_t f = threadIdx.x; f < g.ffn_size; f += blockDim.x) m.routed[f] = 0;
+  open_flight(c, port, flight, skip);
+  __syncthreads();
+  if (!flight.ok) return;
   rank_choices(
-      ids, tokens, g.topk, g.num_experts, m.running,
-      [&](int64_t i, int64_t id, int32_t rank) {
-        const int2 owner = id >= 0 ? m.map[id] : make_int2(-1, -1);
-        const float w = weights.data[i / g.topk * weights.row + i % g.topk * weights.column];
+      first, n, g.num_experts, m.running, choice,
+      [&](uint32_t i, const WeightedChoice& w, int32_t rank) {
+        const int2 owner = w.id >= 0 ? m.map[w.id] : make_int2(-1, -1);
         for (int32_t f = 0; f < c.peers; ++f) {
-          if (m.skip[f] != 0) continue;
+          if (bit(skip, f)) continue;
           const DeviceSlot slot(peer_window(c, f), c.layout, flight.slot);
           *reinterpret_cast<int2*>(&slot.position[i]) = owner.x == f ? make_int2(owner.y, rank) : make_int2(-1, -1);
-          slot.weight[i] = w;
+          slot.weight[i] = w.weight;
         }
       },
-      [&](int64_t, int64_t id) {
+      [&](int64_t id) {
         ErrorRecord r = error_at(Kind::Argument, Op::dispatch, flight.lane.layer, -1, flight.lane.stage, flight.ring,
                                  flight.sequence);
         r.field = static_cast<int32_t>(Field::topk_ids);
@@ -110,12 +122,12 @@ __device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const Fl
   // A rank's counts beyond the experts it owns were zeroed at construction and are never written.
   for (int64_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) {
     const int2 owner = m.map[e];
-    if (m.skip[owner.x] == 0) DeviceSlot(peer_window(c, owner.x), c.layout, flight.slot).counts[owner.y] = m.running[e];
+    if (!bit(skip, owner.x)) DeviceSlot(peer_window(c, owner.x), c.layout, flight.slot).counts[owner.y] = m.running[e];
     if (m.running[e] != 0) atomicAdd(&m.routed[owner.x], m.running[e]);
   }
   __syncthreads();
   for (int32_t f = threadIdx.x; f < c.peers; f += blockDim.x) {
-    if (m.skip[f] != 0) continue;
+    if (bit(skip, f)) continue;
     *DeviceSlot(peer_window(c, f), c.layout, flight.slot).header = {kHeaderMagic,
                                                                     kWireVersion,
                                                                     flight.generation,
@@ -125,43 +137,61 @@ __device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const Fl
                                                                     flight.sequence,
                                                                     m.routed[f],
                                                                     0};
-    count_up(&c.bytes_sent[f], tokens * g.topk * static_cast<int64_t>(sizeof(Position) + sizeof(float)) +
+    count_up(&c.bytes_sent[f], n * static_cast<int64_t>(sizeof(Position) + sizeof(float)) +
                                    static_cast<int64_t>(sizeof(SlotHeader)) + 4 * g.local_experts);
   }
 }
 
-__device__ void copy_rows(const DeviceControl& c, const Units& units, const Flight& flight, const DeviceRows& x,
-                          const DeviceIds& ids, int32_t* ticket) {
+// By the copy CTAs. The first unit's ids and data are asked for before it is known whether anything may be sent.
+__device__ void copy_rows(const DeviceControl& c, const Units& units, const int32_t* port, Flight& flight,
+                          uint32_t* skip, const DeviceRows& x, const DeviceIds& ids, int32_t* ticket) {
   const Geometry& g = c.geometry;
   const auto* map = reinterpret_cast<const int2*>(c.expert_map);
-  const int64_t size = itemsize(g.dtype), vectors = g.hidden * size / 16, width = ticket_width(g.ffn_size);
-  const int words = static_cast<int>((g.ffn_size + 31) / 32), lane = threadIdx.x % 32;
-  for (int64_t unit = units.first; unit < units.count; unit += units.stride) {
-    const int64_t t = units.row(unit), begin = units.begin(unit), end = units.end(unit);
-    const auto* row = reinterpret_cast<const int4*>(static_cast<const char*>(x.data) + t * x.stride * size);
+  const int64_t size = itemsize(g.dtype), width = ticket_width(g.ffn_size);
+  const int words = static_cast<int>((g.ffn_size + 31) / 32);
+  const uint32_t lane = threadIdx.x % 32;
+  const auto row_of = [&](uint32_t t) {
+    return reinterpret_cast<const int4*>(static_cast<const char*>(x.data) + t * x.stride * size);
+  };
+  int4 data[kUnroll];
+  const auto load = [&](const int4* row, uint32_t v, uint32_t end) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+      if (v + 32 * u < end) data[u] = row[v + 32 * u];
+  };
+  uint32_t bits = 0;
+  bool fetched = units.first < units.count;
+  if (fetched) {
+    const uint32_t t = units.row(units.first);
+    load(row_of(t), units.begin(units.first) + lane, units.end(units.first));
+    bits = mask_word(ids, t, g.topk, g.num_experts, map, 0);
+  }
+  open_flight(c, port, flight, skip);
+  __syncthreads();
+  for (uint32_t unit = units.first; unit < units.count; unit += units.stride) {
+    const uint32_t t = units.row(unit), begin = units.begin(unit), end = units.end(unit);
+    const int4* row = row_of(t);
     if (begin == 0)
       for (int64_t w = words + lane; w < width; w += 32) ticket[(t + 1) * width + w] = 0;
     for (int word = 0; word < words; ++word) {
-      uint32_t bits = mask_word(ids, t, g.topk, g.num_experts, map, word);
+      if (!fetched) bits = mask_word(ids, t, g.topk, g.num_experts, map, word);
       if (begin == 0 && lane == 0) ticket[(t + 1) * width + word] = static_cast<int32_t>(bits);
-      const int32_t mine = word * 32 + lane;
-      bits &= ~__ballot_sync(kWarp, mine < c.peers && c.masked[mine < c.peers ? mine : 0] != 0);
-      if (bits == 0 || !flight.ok) continue;
-      for (int64_t v = begin + lane; v < end; v += 32 * kUnroll) {
-        int4 data[kUnroll];
+      bits &= ~skip[word];
+      if (bits != 0 && flight.ok) {
+        for (uint32_t v = begin + lane; v < end; v += 32 * kUnroll) {
+          if (!fetched || v != begin + lane) load(row, v, end);
+          for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
+            const int32_t f = word * 32 + __ffs(static_cast<int>(rest)) - 1;
+            auto* to = reinterpret_cast<int4*>(DeviceSlot(peer_window(c, f), c.layout, flight.slot).payload) +
+                       static_cast<int64_t>(t) * units.vectors;
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u)
-          if (v + 32 * u < end) data[u] = row[v + 32 * u];
-        for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
-          const int32_t f = word * 32 + __ffs(static_cast<int>(rest)) - 1;
-          auto* to =
-              reinterpret_cast<int4*>(DeviceSlot(peer_window(c, f), c.layout, flight.slot).payload) + t * vectors;
-#pragma unroll
-          for (int u = 0; u < kUnroll; ++u)
-            if (v + 32 * u < end) to[v + 32 * u] = data[u];
+            for (int u = 0; u < kUnroll; ++u)
+              if (v + 32 * u < end) to[v + 32 * u] = data[u];
+          }
         }
+        if (begin == 0 && ((bits >> lane) & 1)) count_up(&c.bytes_sent[word * 32 + lane], units.vectors * 16);
       }
-      if (begin == 0 && ((bits >> lane) & 1)) count_up(&c.bytes_sent[mine], vectors * 16);
+      fetched = false;
     }
   }
 }
@@ -170,33 +200,31 @@ __global__ void __launch_bounds__(kThreads)
     dispatch_kernel(const __grid_constant__ DeviceControl c, DeviceRows x, DeviceIds ids, DeviceWeights weights,
                     const int32_t* port, int32_t* ticket) {
   extern __shared__ int4 memory[];
-  const Units units(x.count, c.geometry.hidden * itemsize(c.geometry.dtype) / 16, kUnroll,
-                    static_cast<int64_t>(blockIdx.x) - 1, kCopyCtas);
+  __shared__ Flight flight;
+  __shared__ uint32_t skip[kMaxRanks / 32];
+  const Units units(x.count, c.geometry.hidden * itemsize(c.geometry.dtype) / 16, kUnroll, blockIdx.x - 1, kCopyCtas);
   if (blockIdx.x > units.ctas) return;  // the plan CTA and the first units.ctas take part
-  const PlanMemory plan(c.geometry, memory);
-  if (blockIdx.x == 0) load_plan(c, plan);
-  const Flight flight = open_flight(c, port);
-  if (blockIdx.x > 0) {
-    copy_rows(c, units, flight, x, ids, ticket);
-  } else if (flight.ok) {
-    write_plan(c, plan, flight, x.count, ids, weights);
+  if (blockIdx.x == 0) {
+    write_plan(c, PlanMemory(c.geometry, memory), port, flight, skip, static_cast<uint32_t>(x.count), ids, weights);
+  } else {
+    copy_rows(c, units, port, flight, skip, x, ids, ticket);
   }
   bool spoiled;
   const int64_t stage = flight.lane.stage < 0 ? c.geometry.stages : flight.lane.stage;
-  if (!last_cta<true>(c, Done::dispatch, stage, 1 + units.ctas, !flight.ok, spoiled)) return;
+  if (!last_cta(c, Done::dispatch, stage, 1 + units.ctas, !flight.ok, spoiled)) return;
   if (!spoiled) {
-    for (int32_t f = threadIdx.x; f < c.peers; f += blockDim.x)
-      if (c.masked[f] == 0) store_release(flag_of(peer_window(c, f), c.layout, flight.slot), kReady);
+    for (int32_t f = threadIdx.x; f < c.peers; f += 32)
+      if (!bit(skip, f)) store_release(flag_of(peer_window(c, f), c.layout, flight.slot), kReady);
   }
+  const int64_t width = ticket_width(c.geometry.ffn_size);
+  for (int64_t w = kTicketWords + threadIdx.x; w < width; w += 32) ticket[w] = 0;
   if (threadIdx.x == 0) {
-    const int32_t head[kTicketWords] = {spoiled ? -1 : flight.generation,
-                                        flight.lane.stage,
-                                        static_cast<int32_t>(flight.ring),
-                                        low(flight.sequence),
-                                        high(flight.sequence),
-                                        flight.lane.layer,
-                                        static_cast<int32_t>(x.count)};
-    for (int64_t w = 0; w < ticket_width(c.geometry.ffn_size); ++w) ticket[w] = w < kTicketWords ? head[w] : 0;
+    reinterpret_cast<int4*>(ticket)[0] = make_int4(spoiled ? -1 : flight.generation, flight.lane.stage,
+                                                   static_cast<int32_t>(flight.ring), low(flight.sequence));
+    reinterpret_cast<int4*>(ticket)[1] =
+        make_int4(high(flight.sequence), flight.lane.layer, static_cast<int32_t>(x.count), 0);
+    static_assert(kTicketGeneration == 0 && kTicketStage == 1 && kTicketRing == 2 && kTicketSequenceLow == 3);
+    static_assert(kTicketSequenceHigh == 4 && kTicketLayer == 5 && kTicketTokens == 6 && kTicketWords == 8);
     if (!spoiled) {
       c.ring[stage * c.geometry.depth + flight.ring] = flight.sequence;
       c.next[stage] = flight.sequence + 1;

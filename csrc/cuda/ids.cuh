@@ -24,38 +24,37 @@ __device__ __forceinline__ uint32_t mask_word(const DeviceIds& ids, int64_t toke
   return __reduce_or_sync(0xffffffffu, bits);
 }
 
-// The ranks of choices within their experts, token-major, by one CTA. `running` [experts] is zeroed by the caller and
-// holds the counts afterwards. place(i, id, rank) is called once per choice i = token * topk + k with id in [0,
-// experts) or -1; bad(i, id) before it for an id outside that range. Warps take their turn in order, so the ranks are
-// the same in every run.
-template <typename Place, typename Bad>
-__device__ void rank_choices(const DeviceIds& ids, int64_t tokens, int64_t topk, int64_t experts, int32_t* running,
-                             Place place, Bad bad) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const int64_t n = tokens * topk;
-  for (int64_t begin = 0; begin < n; begin += blockDim.x) {
-    const int64_t i = begin + threadIdx.x;
-    int64_t id = -1;
-    if (i < n) {
-      id = id_at(ids, i / topk, i % topk);
-      if (id < -1 || id >= experts) {
-        bad(i, id);
-        id = -1;
-      }
+// The ranks of choices within their experts, token-major, by one CTA. `running` [experts] is zeroed by the caller,
+// before a __syncthreads, and holds the counts afterwards. load(i) reads choice i = token * topk + k into a struct with
+// an `id`; `first` is load(threadIdx.x), so that the caller can ask for it early. place(i, choice, rank) is called once
+// per choice, with id in [0, experts) or -1; bad(id) before it for an id outside that range. Warps take their turn in
+// order, so the ranks are the same in every run.
+template <typename Choice, typename Load, typename Place, typename Bad>
+__device__ void rank_choices(const Choice& first, uint32_t n, int64_t experts, int32_t* running, Load load, Place place,
+                             Bad bad) {
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  Choice next = first;
+  for (uint32_t begin = 0; begin < n; begin += blockDim.x) {
+    const uint32_t i = begin + threadIdx.x, left = n - begin;
+    Choice choice = next;
+    if (left > blockDim.x && i + blockDim.x < n) next = load(i + blockDim.x);
+    if (i >= n) choice.id = -1;
+    if (choice.id < -1 || choice.id >= experts) {
+      bad(choice.id);
+      choice.id = -1;
     }
-    const uint32_t same = __match_any_sync(0xffffffffu, static_cast<int32_t>(id));
+    const uint32_t same = __match_any_sync(0xffffffffu, static_cast<int32_t>(choice.id));
     const int before = __popc(same & ((1u << lane) - 1));
     int32_t rank = -1;
-    const int64_t left = n - begin;
-    for (int w = 0; w < warps && w * 32 < left; ++w) {
+    for (uint32_t w = 0; w < warps && w * 32 < left; ++w) {
       if (warp == w) {
-        if (id >= 0) rank = running[id] + before;
+        if (choice.id >= 0) rank = running[choice.id] + before;
         __syncwarp();
-        if (id >= 0 && before == 0) running[id] += __popc(same);
+        if (choice.id >= 0 && before == 0) running[choice.id] += __popc(same);
       }
       __syncthreads();
     }
-    if (i < n) place(i, id, rank);
+    if (i < n) place(i, choice, rank);
   }
 }
 

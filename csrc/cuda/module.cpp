@@ -80,7 +80,6 @@ cudaError_t clear_state(DeviceWindow& w) {
   fill(c.masked, 0, c.peers * 4);
   fill(c.claimed, 0, (c.peers + 1) * 4);
   fill(c.done, 0, done_words(g) * 4);
-  fill(c.spoiled, 0, done_words(g) * 4);
   std::memset(c.gone, 0, c.peers * 4);
   return e;
 }
@@ -100,13 +99,14 @@ PyObject* adopt(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "LLi", &id, &address, &device)) return nullptr;
   auto* host = reinterpret_cast<Control*>(address);
   const Geometry& g = host->geometry;
-  if (g.topk > kMaxTopk || (g.num_experts + g.ffn_size) * 12 > kSharedBytes || host->slots() > kSharedBytes / 8) {
-    PyErr_Format(
-        PyExc_ValueError,
-        "topk is %lld, num_experts + ffn_size is %lld, slots are %lld; on CUDA expected at most %lld, %lld, %lld",
-        static_cast<long long>(g.topk), static_cast<long long>(g.num_experts + g.ffn_size),
-        static_cast<long long>(host->slots()), static_cast<long long>(kMaxTopk),
-        static_cast<long long>(kSharedBytes / 12), static_cast<long long>(kSharedBytes / 8));
+  if (g.topk > kMaxTopk || (g.num_experts + g.ffn_size) * 12 > kSharedBytes ||
+      arrive_bytes(g, host->slots()) > kSharedBytes) {
+    PyErr_Format(PyExc_ValueError,
+                 "topk is %lld, num_experts + ffn_size is %lld, slots + experts of one rank are %lld; on CUDA expected "
+                 "at most %lld, %lld, %lld",
+                 static_cast<long long>(g.topk), static_cast<long long>(g.num_experts + g.ffn_size),
+                 static_cast<long long>(host->slots() + g.local_experts), static_cast<long long>(kMaxTopk),
+                 static_cast<long long>(kSharedBytes / 12), static_cast<long long>(kSharedBytes / 8));
     return nullptr;
   }
   const OnDevice on(device);
@@ -149,7 +149,7 @@ PyObject* adopt(PyObject*, PyObject* args) {
   CUDA_OR_RETURN(device_array(&c.bytes_sent, c.peers, w->stream));
   CUDA_OR_RETURN(device_array(&c.claimed, c.peers + 1, w->stream));
   CUDA_OR_RETURN(device_array(&c.done, done_words(g), w->stream));
-  CUDA_OR_RETURN(device_array(&c.spoiled, done_words(g), w->stream));
+  CUDA_OR_RETURN(device_array(&c.verdict, g.stages + 1, w->stream));
   const size_t mapped_bytes = kMailbox * kMailWords * sizeof(int64_t) + c.peers * sizeof(int32_t);
   void* mapped = nullptr;
   CUDA_OR_RETURN(cudaHostAlloc(&mapped, mapped_bytes, cudaHostAllocMapped | cudaHostAllocPortable));
@@ -248,22 +248,31 @@ PyObject* next_item(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "LL", &id, &timeout_ns)) return nullptr;
   DeviceWindow& w = *g_device_windows[id].load();
   int64_t* mail = w.control.mailbox + w.expected % kMailbox * kMailWords;
-  bool there = false;
+  const auto wanted = static_cast<uint32_t>(w.expected + 1);
+  std::array<int64_t, kMailWords> words{};
+  const auto there = [&] {
+    bool all = true;
+    for (int i = 0; i < kMailWords; ++i) {
+      words[i] = atomic(mail[i]).load(std::memory_order_acquire);
+      all = all && mail_sequence(words[i]) == wanted;
+    }
+    return all;
+  };
+  bool found = false;
   Py_BEGIN_ALLOW_THREADS;
   Backoff backoff;
-  while (!(there = atomic(mail[kMailSequence]).load(std::memory_order_acquire) == w.expected + 1) &&
-         backoff.pause() < timeout_ns) {
+  while (!(found = there()) && backoff.pause() < timeout_ns) {
   }
   Py_END_ALLOW_THREADS;
-  if (!there && mail[kMailSequence] > w.expected + 1) {
+  if (!found && static_cast<int32_t>(mail_sequence(words[0]) - wanted) > 0) {
     PyErr_SetString(PyExc_RuntimeError,
                     "the mailbox ran over: a captured arrive took items that the host did not read");
     return nullptr;
   }
-  if (!there) Py_RETURN_NONE;
+  if (!found) Py_RETURN_NONE;
   ++w.expected;
-  return Py_BuildValue("(LLL)", static_cast<long long>(mail[kMailCount]), static_cast<long long>(mail[kMailLayer]),
-                       static_cast<long long>(mail[kMailRows]));
+  return Py_BuildValue("(iii)", static_cast<int>(words[kMailCount]), static_cast<int>(words[kMailLayer]),
+                       static_cast<int>(words[kMailRows]));
 }
 
 // Counters live on the device; this copies them into the host half, whose stats() then reads them.

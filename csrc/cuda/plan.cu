@@ -16,15 +16,21 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ int32_t running[];
   for (int64_t e = threadIdx.x; e < experts; e += blockDim.x) running[e] = 0;
   for (int64_t i = threadIdx.x; i < ffn_size * local_experts; i += blockDim.x) counts[i] = 0;
+  struct Choice {
+    int64_t id;
+  };
+  const uint32_t width = static_cast<uint32_t>(topk), n = static_cast<uint32_t>(tokens) * width;
+  const auto choice = [&](uint32_t i) -> Choice { return {id_at(ids, i / width, i % width)}; };
+  const Choice first = threadIdx.x < n ? choice(threadIdx.x) : Choice{-1};
   __syncthreads();
   rank_choices(
-      ids, tokens, topk, experts, running,
-      [&](int64_t i, int64_t id, int32_t rank) {
-        const int2 owner = id >= 0 ? expert_map[id] : make_int2(-1, -1);
+      first, n, experts, running, choice,
+      [&](uint32_t i, const Choice& at, int32_t rank) {
+        const int2 owner = at.id >= 0 ? expert_map[at.id] : make_int2(-1, -1);
         for (int64_t f = 0; f < ffn_size; ++f)
           position[f * tokens * topk + i] = owner.x == f ? Position{owner.y, rank} : Position{-1, -1};
       },
-      [](int64_t, int64_t) {});
+      [](int64_t) {});
   __syncthreads();
   for (int64_t e = threadIdx.x; e < experts; e += blockDim.x) {
     const int2 owner = expert_map[e];

@@ -15,52 +15,55 @@ constexpr int kThreads = 256;
 constexpr int kCtas = 264;
 constexpr int kUnroll = 4;
 
-__global__ void __launch_bounds__(kThreads) receive_kernel(const __grid_constant__ DeviceControl c, const int32_t* item,
-                                                           int4* rows, int64_t capacity, int32_t* offsets) {
+// Cumulative ends of the experts' rows, by one CTA.
+__device__ void write_offsets(const DeviceControl& c, const Item& item, bool current, int32_t* offsets) {
+  const int64_t last = current ? item.at(c, item.count - 1).slot * c.geometry.local_experts : 0;
+  for (int32_t e = threadIdx.x; e < c.local_experts(); e += blockDim.x)
+    // Within an expert the last slot's rows end where the expert's do.
+    offsets[e] = current ? c.first[last + e] + c.counts[last + e] : 0;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    receive_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, int4* rows, int64_t capacity,
+                   int32_t* offsets) {
   const Geometry& g = c.geometry;
-  const int32_t count = item[kItemCount];
-  const bool fits = item[kItemRows] <= capacity;
-  if (blockIdx.x == gridDim.x - 1) {
-    const int32_t* s = item + count * kItemWords;  // within an expert the last slot's rows end where the expert's do
-    for (int32_t e = threadIdx.x; e < c.local_experts(); e += blockDim.x) {
-      int32_t end = 0;
-      if (count > 0 && fits && item[kItemGeneration] == c.state->generation) {
-        const int64_t i = c.slot(s[kItemRegion], s[kItemStage], s[kItemRing]) * g.local_experts + e;
-        end = c.first[i] + c.counts[i];
-      }
-      offsets[e] = end;
-    }
-  }
-  if (count == 0 || item[kItemGeneration] != c.state->generation) return;
-  if (!fits) {
+  const int32_t generation = c.state->generation;
+  const Item item(words);
+  const bool current = item.count > 0 && item.generation == generation;
+  if (blockIdx.x == gridDim.x - 1) write_offsets(c, item, current && item.rows <= capacity, offsets);
+  if (!current) return;
+  if (item.rows > capacity) {
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-      ErrorRecord r = error_at(Kind::Argument, Op::receive, item[kItemLayer], -1, -1, -1, -1);
+      ErrorRecord r = error_at(Kind::Argument, Op::receive, item.layer, -1, -1, -1, -1);
       r.field = static_cast<int32_t>(Field::rows);
       r.expected = capacity;
-      r.seen = item[kItemRows];
+      r.seen = item.rows;
       fail(c, r);
     }
     return;
   }
-  const int64_t vectors = g.hidden * itemsize(g.dtype) / 16;
-  const Units units(item_tokens(item, count), vectors, kUnroll, blockIdx.x, gridDim.x);
-  const int lane = threadIdx.x % 32;
-  for (int64_t unit = units.first; unit < units.count; unit += units.stride) {
-    const ItemToken at = item_token(c, item, units.row(unit));
-    if (!region_alive(c, at.region) || c.taken[at.slot].routed == 0) continue;
-    const Choices choices(c, item, at, Op::receive);
+  const Units units(item.tokens(), g.hidden * itemsize(g.dtype) / 16, kUnroll, blockIdx.x, gridDim.x);
+  const uint32_t lane = threadIdx.x % 32;
+  for (uint32_t unit = units.first; unit < units.count; unit += units.stride) {
+    const ItemToken at = item.token(c, units.row(unit));
     const int4* from =
-        reinterpret_cast<const int4*>(DeviceSlot(c.window, c.layout, at.slot).payload) + at.token * vectors;
-    const int64_t end = units.end(unit);
-    for (int64_t v = units.begin(unit) + lane; v - lane < end; v += 32 * kUnroll) {
-      int4 data[kUnroll];
+        reinterpret_cast<const int4*>(DeviceSlot(c.window, c.layout, at.slot).payload) + at.token * units.vectors;
+    const uint32_t begin = units.begin(unit), end = units.end(unit);
+    int4 data[kUnroll];
+    const auto load = [&](uint32_t v) {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u)
         if (v + 32 * u < end) data[u] = from[v + 32 * u];
+    };
+    load(begin + lane);  // before the plan is read: they do not depend on each other
+    const Choices choices(c, item, at, Op::receive);
+    for (uint32_t v0 = begin; v0 < end; v0 += 32 * kUnroll) {
+      const uint32_t v = v0 + lane;
+      if (v0 != begin) load(v);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         for (uint32_t left = __ballot_sync(kWarp, choices.row[half] >= 0); left != 0; left &= left - 1) {
-          int4* to = rows + __shfl_sync(kWarp, choices.row[half], __ffs(static_cast<int>(left)) - 1) * vectors;
+          int4* to = rows + __shfl_sync(kWarp, choices.row[half], __ffs(static_cast<int>(left)) - 1) * units.vectors;
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u)
             if (v + 32 * u < end) to[v + 32 * u] = data[u];
