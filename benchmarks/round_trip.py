@@ -38,8 +38,8 @@ from afd_ops.heap.nvshmem import NvshmemHeap
 
 EXPERTS, TOPK = 32, 8
 COLUMNS = 64  # of a row that the experts change
-PAIRS = 8  # per replay of the attention side
-DROPPED, TRIALS, REPLAYS = 16, 5, 40
+PAIRS = 32  # per replay of the attention side
+DROPPED, TRIALS, REPLAYS = 16, 5, 10
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def run_attention(window: afd_ops.Window, barrier: Callable[[], object], case: d
     x, ids, weights = inputs(case["tokens"], case["hidden"], case["torch_dtype"])
     base = torch.zeros_like(x)
     experts = afd_ops.RemoteExperts(0).cuda().attach(window)
-    factor = (weights * scales()[ids.long()]).sum(1, keepdim=True)
+    factors = scales()[ids.long()]
 
     def chain(count: int) -> Tensor:
         y = x
@@ -174,9 +174,16 @@ def run_attention(window: afd_ops.Window, barrier: Callable[[], object], case: d
         return y
 
     def check(y: Tensor, count: int) -> float:
-        expected = x.float()
-        expected[:, :COLUMNS] *= factor**count
-        return float(((y.float() - expected).norm() / expected.norm()).item())
+        """Largest difference from `count` round trips in plain torch, rounded where ours are: 0 is expected."""
+        expected = x
+        for _ in range(count):
+            total = torch.zeros_like(x, dtype=torch.float32)
+            for k in range(TOPK):
+                row = expected.clone()
+                row[:, :COLUMNS] = (row[:, :COLUMNS].float() * factors[:, k : k + 1]).to(row.dtype)
+                total += weights[:, k : k + 1] * row.float()
+            expected = total.to(x.dtype)
+        return float((y.float() - expected.float()).abs().max().item())
 
     error = check(chain(PAIRS), PAIRS)
     graph, single = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()

@@ -52,15 +52,17 @@ __device__ bool admit(const DeviceControl& c, int64_t index, int32_t generation,
   h = *slot.header;  // every lane: one request
   int32_t n = lane < g.local_experts ? slot.counts[lane] : 0;
   const int64_t ring = within % depth, most = static_cast<int64_t>(h.num_tokens) * g.topk;
-  int64_t sum = 0;
+  int64_t mine = 0;
   int32_t worst = -1;
   for (int32_t e = lane; e < g.local_experts; e += 32) {
     if (e != lane) n = slot.counts[e];
     m.counts[e] = n;
     if (n < 0 || n > (e < c.local_experts() ? most : 0)) worst = e;
-    sum += n;
+    mine += n;
   }
-  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(kWarp, sum, d);
+  // Over the warp in two parts that cannot overflow: a count is less than 2^31, a lane has at most 2^7 of them.
+  const int64_t sum = (static_cast<int64_t>(__reduce_add_sync(kWarp, static_cast<uint32_t>(mine >> 20))) << 20) +
+                      __reduce_add_sync(kWarp, static_cast<uint32_t>(mine & 0xfffff));
   worst = __reduce_max_sync(kWarp, worst);
   if (!__all_sync(kWarp, state == kAlive)) return false;
   ErrorRecord r = error_at(Kind::Protocol, Op::arrive, h.layer, static_cast<int32_t>(region),
@@ -72,13 +74,13 @@ __device__ bool admit(const DeviceControl& c, int64_t index, int32_t generation,
     r.seen = seen;
     return true;
   };
-  const int64_t ring_of = g.depth == 1 ? 0 : h.sequence % g.depth;
   const bool bad = fails(h.magic != kHeaderMagic, Field::magic, kHeaderMagic, h.magic) ||
                    fails(h.version != kWireVersion, Field::version, kWireVersion, h.version) ||
                    fails(h.generation != generation, Field::generation, generation, h.generation) ||
                    fails(h.flags != 0, Field::flags, 0, h.flags) ||
                    fails(h.sequence < 0, Field::sequence, 0, h.sequence) ||
-                   fails(ring_of != ring, Field::ring, ring, ring_of) || fails(h.layer < 0, Field::layer, 0, h.layer) ||
+                   fails(ring_of(c, h.sequence) != ring, Field::ring, ring, ring_of(c, h.sequence)) ||
+                   fails(h.layer < 0, Field::layer, 0, h.layer) ||
                    fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens) ||
                    fails(worst >= 0, Field::counts, most, worst) ||
                    fails(sum != h.routed || sum > most, Field::counts, h.routed, sum);

@@ -2,9 +2,9 @@
 //   moves    one row per (token, F rank) that answers it; T x H of base in, T x H out
 //   launch   T up to kFusedTokens: kFusedCtas CTAs wait and sum. More: 1 CTA waits, then a grid over the tokens sums; a
 //            waiting kernel never holds more than kFusedCtas multiprocessors. A warp sums a segment of a row
-//   order    flag (acquire, by every CTA that waits), header, rows; done++ (acq_rel.gpu) ; last CTA: every flag to
-//            EMPTY, ring free.
-//            The next dispatch on this ring releases the resets, so they need no fence of their own
+//   order    flag (acquire, by every CTA that waits); the last CTA to have seen all: every flag to EMPTY, ring free;
+//            header, rows. F writes into these slots again only after the next dispatch on this ring, a later kernel of
+//            this stream, which also releases the resets: neither rows nor resets need a fence here
 //   waits    for the reply of every F rank that is not masked, until poison, abort or the deadline
 //   fails    stale ticket, a peer's fault, a stop: error record, window stopped, out filled with NaN
 #include <cmath>
@@ -133,6 +133,26 @@ struct Headers {
   }
 };
 
+// By one warp of every CTA that has seen all flags: true in the last of them. Relaxed: there is nothing to hand over.
+__device__ bool last_to_see(const DeviceControl& c, int64_t stage, uint32_t ctas) {
+  uint32_t* done = &c.done[done_index(c.geometry, Done::combine, stage)];
+  uint32_t count = ctas - 1;
+  if (ctas > 1 && threadIdx.x % 32 == 0) count = atomicAdd(done, 1u);
+  if (__shfl_sync(kWarp, count, 0) != ctas - 1) return false;
+  if (ctas > 1 && threadIdx.x % 32 == 0) *done = 0;
+  return true;
+}
+
+// The replies are here: nothing else will look at their flags.
+__device__ void take_replies(const DeviceControl& c, const Ticket& k, const uint32_t* skip) {
+  for (int32_t f = static_cast<int32_t>(threadIdx.x % 32); f < c.peers; f += 32)
+    if (!bit(skip, f)) store_relaxed(flag_of(c.window, c.layout, c.slot(f, k.stage, k.ring)), kEmpty);
+  if (threadIdx.x % 32 == 0) {
+    c.ring[k.stage * c.geometry.depth + k.ring] = -1;
+    count_up(&c.state->counters[k_combines], 1);
+  }
+}
+
 __global__ void __launch_bounds__(32)
     await_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, const int32_t* port, int64_t tokens) {
   __shared__ uint32_t skip[kMaxRanks / 32];
@@ -140,7 +160,9 @@ __global__ void __launch_bounds__(32)
   const Ticket k = read_ticket(c, words, port, tokens, true);
   const bool there = await_flags(c, k, skip);
   const bool ok = __all_sync(kWarp, Headers(c, k, there).check(c, k, there, tokens, skip));
-  if (threadIdx.x == 0 && k.stage >= 0) c.verdict[k.stage] = ok ? 1 : 0;
+  const int32_t stage = words[kTicketStage];  // also if the port disagrees: it is where combine_kernel looks
+  if (threadIdx.x == 0 && stage >= 0 && stage < c.geometry.stages) c.verdict[stage] = ok ? 1 : 0;
+  if (ok) take_replies(c, k, skip);
 }
 
 template <typename Payload, typename Base, bool kFused>
@@ -152,7 +174,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t skip[kMaxRanks / 32];
   const Geometry& g = c.geometry;
   const int64_t tokens = base.count, width = ticket_width(g.ffn_size);
-  const Units units(tokens, g.hidden / N, 1, blockIdx.x, gridDim.x);
+  const Units units(tokens, g.hidden / N, blockIdx.x, gridDim.x);
   if (blockIdx.x >= units.ctas) return;
   const uint32_t lane = threadIdx.x % 32;
   float acc[N];
@@ -189,17 +211,25 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t t0 = any ? units.row(units.first) : 0;
   const uint32_t v0 = any ? units.begin(units.first) + lane : 0, end0 = any ? units.end(units.first) : 0;
   if (any) begin_sum(t0, v0, end0);
-  read_masked(c, skip);
-  const Ticket k = read_ticket(c, words, port, tokens, kFused && blockIdx.x == 0);
+  Ticket k;
   // One answer per CTA: a row is summed or NaN, never half of each.
   bool ok;
   if constexpr (kFused) {
+    read_masked(c, skip);
+    k = read_ticket(c, words, port, tokens, blockIdx.x == 0);
     const bool there = await_flags(c, k, skip);
     const Headers headers(c, k, there);
+    if (there && threadIdx.x / 32 == kThreads / 32 - 1 && last_to_see(c, k.stage, units.ctas)) take_replies(c, k, skip);
     if (there && any) finish_sum(k, t0, v0, end0);
     ok = __syncthreads_and(headers.check(c, k, there, tokens, skip));
   } else {
-    ok = k.ok && c.verdict[k.stage] != 0;
+    const int32_t verdict = lane < g.stages ? c.verdict[lane] : 0;  // all stages' at once: which is meant takes a load
+    read_masked(c, skip);
+    k.stage = words[kTicketStage];
+    k.ring = words[kTicketRing];
+    const bool known = k.stage >= 0 && k.stage < g.stages;
+    ok = known && (k.stage < 32 ? __shfl_sync(kWarp, verdict, k.stage) : c.verdict[k.stage]) != 0;
+    __syncthreads();  // skip
     if (ok && any) finish_sum(k, t0, v0, end0);
   }
   if (any) write(ok, t0, v0, end0);
@@ -211,15 +241,6 @@ __global__ void __launch_bounds__(kThreads)
       if (ok) finish_sum(k, t, v, end);
       write(ok, t, v, end);
     }
-  }
-
-  bool spoiled;
-  if (!last_cta(c, Done::combine, k.stage < 0 ? g.stages : k.stage, units.ctas, !ok, spoiled) || spoiled) return;
-  for (int32_t f = threadIdx.x; f < c.peers; f += 32)
-    if (!bit(skip, f)) store_relaxed(flag_of(c.window, c.layout, c.slot(f, k.stage, k.ring)), kEmpty);
-  if (threadIdx.x == 0) {
-    c.ring[k.stage * g.depth + k.ring] = -1;
-    count_up(&c.state->counters[k_combines], 1);
   }
 }
 

@@ -51,14 +51,15 @@ struct DeviceControl : Control {
   int32_t* mapped_region;  // its region array: what the host knows of the peers
   int32_t* claimed;        // [peers + 1]: which error records are taken; PCIe has no compare-and-swap with the CPU
   uint32_t* done;          // [done_words]: CTAs that have finished, and how many of them are against publishing
-  int32_t* verdict;        // A [stages + 1]: 1 if the replies that await_kernel waited for may be summed
+  int32_t* verdict;        // A [stages]: 1 if the replies that await_kernel waited for may be summed
+  int32_t* row;            // F [slots, tokens, topk]: where receive put a choice of a taken slot; -1: nowhere
   int64_t* mailbox;        // mapped [kMailbox, kMailWords]
   int32_t* gone;           // mapped [peers]: set by the host when a peer's process ended
   char* near[kNearPeers];  // the first of `peer`
 };
 
 // Counters of finished CTAs: one per op and stage, because stages run on different streams.
-enum class Done { dispatch, combine, reply };
+enum class Done { dispatch, combine, reply };  // combine counts CTAs that have seen every flag
 __host__ __device__ inline int64_t done_index(const Geometry& g, Done which, int64_t stage) {
   return static_cast<int64_t>(which) * (g.stages + 1) + stage;
 }
@@ -137,7 +138,7 @@ struct DeviceSlot {
 
 __device__ __forceinline__ bool bit(const uint32_t* mask, int32_t f) { return (mask[f / 32] >> (f % 32)) & 1; }
 
-// Errors, as control.cpp has them for the host.
+// Errors, as control.cpp has them for the host. Out of line, where they do not lengthen the way of those that go well.
 
 __device__ inline ErrorRecord error_at(Kind kind, Op op, int32_t layer, int32_t peer, int32_t stage, int64_t ring,
                                        int64_t sequence) {
@@ -160,7 +161,7 @@ __device__ inline int32_t ask_host(const int32_t* mapped) { return *reinterpret_
 __device__ inline bool has_failed(const DeviceControl& c) { return ask_host(&c.state->failed) != 0; }
 
 // Body, system fence, valid word: the host may look at any moment.
-__device__ inline void record_error(const DeviceControl& c, ErrorRecord r) {
+static __device__ __noinline__ void record_error(const DeviceControl& c, ErrorRecord r) {
   const int32_t index = r.peer >= 0 ? r.peer : c.peers;
   if (atomicCAS(&c.claimed[index], 0, 1) != 0) return;
   r.claimed = 1;
@@ -176,7 +177,7 @@ __device__ inline void poison_peer(const DeviceControl& c, int32_t peer) {
 }
 
 // Stops this window.
-__device__ inline void fail(const DeviceControl& c, const ErrorRecord& r) {
+static __device__ __noinline__ void fail(const DeviceControl& c, const ErrorRecord& r) {
   record_error(c, r);
   const int32_t which = 1 + (r.peer >= 0 ? r.peer : c.peers);
   if (atomicCAS(&c.state->failed, 0, which) == 0) {
@@ -187,7 +188,7 @@ __device__ inline void fail(const DeviceControl& c, const ErrorRecord& r) {
 }
 
 // F: closes one region; its owner is told, the others are served on.
-__device__ inline void close_region(const DeviceControl& c, const ErrorRecord& r) {
+static __device__ __noinline__ void close_region(const DeviceControl& c, const ErrorRecord& r) {
   record_error(c, r);
   store_relaxed(&c.region[r.peer], kPoisoned);
   tell_host(&c.mapped_region[r.peer], kPoisoned);
@@ -203,6 +204,12 @@ __device__ inline ErrorRecord peer_ended(ErrorRecord r, int32_t peer, int32_t st
   r.peer = peer;
   r.seen = sticky;
   return r;
+}
+
+// sequence mod depth; a 64-bit division takes as long as a load.
+__device__ __forceinline__ int64_t ring_of(const DeviceControl& c, int64_t sequence) {
+  const int64_t depth = c.geometry.depth;
+  return (depth & (depth - 1)) == 0 ? sequence & (depth - 1) : sequence % depth;
 }
 
 struct Lane {
@@ -239,14 +246,14 @@ __device__ inline bool last_cta(const DeviceControl& c, Done which, int64_t stag
 }
 
 // Rows in work units for warps: a unit is a segment of a row, so that a short batch is cut over many warps and a long
-// one reads its plan once per row. Segments are a power of two, so that a unit is taken apart by shifts; units go to
-// the CTAs in turn. Vectors are 16 bytes, `unroll` of them per lane make the shortest segment.
+// one reads its plan once per row. Segments are a power of two, so that a unit is taken apart by shifts, and no shorter
+// than one vector of 16 bytes per lane; units go to the CTAs in turn.
 struct Units {
   uint32_t vectors, shift, span, count, first, stride, ctas;
-  __device__ Units(int64_t rows_, int64_t vectors_, uint32_t unroll, uint32_t cta, uint32_t grid)
+  __device__ Units(int64_t rows_, int64_t vectors_, uint32_t cta, uint32_t grid)
       : vectors(static_cast<uint32_t>(vectors_)), shift(0) {
     const uint32_t rows = static_cast<uint32_t>(rows_), warps = grid * (blockDim.x / 32);
-    while ((static_cast<uint64_t>(rows) << (shift + 1)) <= warps && vectors > ((32 * unroll) << shift)) ++shift;
+    while ((static_cast<uint64_t>(rows) << (shift + 1)) <= warps && vectors > (32u << shift)) ++shift;
     span = ((vectors >> shift) + ((vectors & ((1u << shift) - 1)) != 0) + 31) / 32 * 32;
     count = rows << shift;
     first = (threadIdx.x / 32) * grid + cta;

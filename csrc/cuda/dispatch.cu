@@ -49,7 +49,7 @@ __device__ void open_flight(const DeviceControl& c, const int32_t* port, Flight&
   if (l.stage >= 0) {
     next = l.stage < 32 ? __shfl_sync(kWarp, next, l.stage) : c.next[l.stage];
     f.sequence = next;
-    f.ring = g.depth == 1 ? 0 : next % g.depth;
+    f.ring = ring_of(c, next);
     f.slot = c.slot(c.role_rank, l.stage, f.ring);
     const int64_t ring = l.stage * g.depth + f.ring;
     busy = ring < 32 ? __shfl_sync(kWarp, busy, static_cast<int>(ring)) : c.ring[ring];
@@ -103,6 +103,7 @@ __device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const in
       first, n, g.num_experts, m.running, choice,
       [&](uint32_t i, const WeightedChoice& w, int32_t rank) {
         const int2 owner = w.id >= 0 ? m.map[w.id] : make_int2(-1, -1);
+        if (owner.x >= 0) atomicAdd(&m.routed[owner.x], 1);
         for (int32_t f = 0; f < c.peers; ++f) {
           if (bit(skip, f)) continue;
           const DeviceSlot slot(peer_window(c, f), c.layout, flight.slot);
@@ -123,10 +124,8 @@ __device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const in
   for (int64_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) {
     const int2 owner = m.map[e];
     if (!bit(skip, owner.x)) DeviceSlot(peer_window(c, owner.x), c.layout, flight.slot).counts[owner.y] = m.running[e];
-    if (m.running[e] != 0) atomicAdd(&m.routed[owner.x], m.running[e]);
   }
-  __syncthreads();
-  for (int32_t f = threadIdx.x; f < c.peers; f += blockDim.x) {
+  for (int32_t f = kThreads - 1 - static_cast<int32_t>(threadIdx.x); f < c.peers; f += kThreads) {
     if (bit(skip, f)) continue;
     *DeviceSlot(peer_window(c, f), c.layout, flight.slot).header = {kHeaderMagic,
                                                                     kWireVersion,
@@ -202,7 +201,7 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ int4 memory[];
   __shared__ Flight flight;
   __shared__ uint32_t skip[kMaxRanks / 32];
-  const Units units(x.count, c.geometry.hidden * itemsize(c.geometry.dtype) / 16, kUnroll, blockIdx.x - 1, kCopyCtas);
+  const Units units(x.count, c.geometry.hidden * itemsize(c.geometry.dtype) / 16, blockIdx.x - 1, kCopyCtas);
   if (blockIdx.x > units.ctas) return;  // the plan CTA and the first units.ctas take part
   if (blockIdx.x == 0) {
     write_plan(c, PlanMemory(c.geometry, memory), port, flight, skip, static_cast<uint32_t>(x.count), ids, weights);

@@ -52,41 +52,25 @@ struct Item {
   }
 };
 
-// A token's rows by a warp: lane k holds choice k, and choice k + 32 (kMaxTopk is 64); -1 if it has none here, or if
-// the slot is not this item's any more. An index from the wire is never used before it is checked.
-struct Choices {
-  int64_t row[2];
-  __device__ Choices(const DeviceControl& c, const Item& item, const ItemToken& at, Op op) {
-    const int32_t k = static_cast<int32_t>(threadIdx.x % 32), topk = static_cast<int32_t>(c.geometry.topk);
-    const int32_t state = load_relaxed(&c.region[at.region]);
-    const int64_t taken = c.taken[at.slot].sequence;
-    const auto* position =
-        reinterpret_cast<const int2*>(DeviceSlot(c.window, c.layout, at.slot).position) + at.token * topk;
-    const int2 none = make_int2(-1, -1);
-    const int2 a = k < topk && at.routed != 0 ? position[k] : none;
-    const int2 b = k + 32 < topk && at.routed != 0 ? position[k + 32] : none;
-    // One answer for the whole warp: what follows votes and shuffles.
-    const bool current = __all_sync(kWarp, state == kAlive && taken == at.sequence);
-    row[0] = current ? row_of(c, item, at, a, op) : -1;
-    row[1] = current ? row_of(c, item, at, b, op) : -1;
-  }
-
- private:
-  __device__ static int64_t row_of(const DeviceControl& c, const Item& item, const ItemToken& at, int2 p, Op op) {
-    if (p.x == -1) return -1;
-    const bool local = p.x >= 0 && p.x < c.local_experts();
-    const int64_t e = at.slot * c.geometry.local_experts + (local ? p.x : 0);
-    const int32_t count = c.counts[e], first = c.first[e];
-    if (!local || p.y < 0 || p.y >= count) {
-      ErrorRecord r = error_at(Kind::Protocol, op, item.layer, at.region, at.stage, at.ring, at.sequence);
-      r.field = static_cast<int32_t>(Field::position);
-      r.expected = -1;
-      r.seen = p.x;
-      close_region(c, r);
-      return -1;
-    }
-    return static_cast<int64_t>(first) + p.y;
-  }
+// What receive and reply ask about a slot before they touch it: it is still this item's, and its region was not closed.
+// Asked for by the constructor, answered by current(), so that other loads can be under way in between.
+struct Claim {
+  int32_t state;
+  int64_t taken;
+  __device__ Claim(const DeviceControl& c, const ItemToken& at)
+      : state(load_relaxed(&c.region[at.region])), taken(c.taken[at.slot].sequence) {}
+  __device__ bool current(const ItemToken& at) const { return state == kAlive && taken == at.sequence; }
+  // One answer for a whole warp: what follows votes and shuffles.
+  __device__ bool current_in_warp(const ItemToken& at) const { return __all_sync(kWarp, current(at)); }
 };
+
+// Rows of a token's choices: lane k holds choice k, and choice k + 32 (kMaxTopk is 64); -1: none here.
+struct Choices {
+  int32_t row[2];
+};
+
+__device__ __forceinline__ int32_t* rows_of(const DeviceControl& c, const ItemToken& at) {
+  return c.row + (at.slot * c.geometry.tokens + at.token) * c.geometry.topk;
+}
 
 }  // namespace afd

@@ -149,7 +149,8 @@ PyObject* adopt(PyObject*, PyObject* args) {
   CUDA_OR_RETURN(device_array(&c.bytes_sent, c.peers, w->stream));
   CUDA_OR_RETURN(device_array(&c.claimed, c.peers + 1, w->stream));
   CUDA_OR_RETURN(device_array(&c.done, done_words(g), w->stream));
-  CUDA_OR_RETURN(device_array(&c.verdict, g.stages + 1, w->stream));
+  CUDA_OR_RETURN(device_array(&c.verdict, g.stages, w->stream));
+  CUDA_OR_RETURN(device_array(&c.row, host->role == kFfn ? c.slots() * g.tokens * g.topk : 0, w->stream));
   const size_t mapped_bytes = kMailbox * kMailWords * sizeof(int64_t) + c.peers * sizeof(int32_t);
   void* mapped = nullptr;
   CUDA_OR_RETURN(cudaHostAlloc(&mapped, mapped_bytes, cudaHostAllocMapped | cudaHostAllocPortable));

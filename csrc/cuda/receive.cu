@@ -1,5 +1,5 @@
 // receive: the chosen tokens in local-expert order.
-//   moves    each token's row once out of the window, once per choice into rows
+//   moves    each token's row once out of the window, once per choice into rows; where it went, for reply
 //   launch   kCtas CTAs of 256 threads; a warp copies a segment of a token's row
 //   order    after arrive's acquire, on the same stream; the slots stay ours until reply
 //   waits    never
@@ -14,6 +14,33 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kCtas = 264;
 constexpr int kUnroll = 4;
+
+// The row of one choice, or -1. An index from the wire is never used before it is checked.
+__device__ int32_t place(const DeviceControl& c, const Item& item, const ItemToken& at, int2 position) {
+  if (position.x == -1) return -1;
+  const bool local = position.x >= 0 && position.x < c.local_experts();
+  const int64_t e = at.slot * c.geometry.local_experts + (local ? position.x : 0);
+  const int32_t count = c.counts[e], first = c.first[e];
+  if (local && position.y >= 0 && position.y < count) return first + position.y;
+  ErrorRecord r = error_at(Kind::Protocol, Op::receive, item.layer, at.region, at.stage, at.ring, at.sequence);
+  r.field = static_cast<int32_t>(Field::position);
+  r.expected = -1;
+  r.seen = position.x;
+  close_region(c, r);
+  return -1;
+}
+
+__device__ Choices place_choices(const DeviceControl& c, const Item& item, const ItemToken& at) {
+  const int32_t k = static_cast<int32_t>(threadIdx.x % 32), topk = static_cast<int32_t>(c.geometry.topk);
+  const Claim claim(c, at);
+  const auto* position =
+      reinterpret_cast<const int2*>(DeviceSlot(c.window, c.layout, at.slot).position) + at.token * topk;
+  const int2 none = make_int2(-1, -1);
+  const int2 a = k < topk && at.routed != 0 ? position[k] : none;
+  const int2 b = k + 32 < topk && at.routed != 0 ? position[k + 32] : none;
+  if (!claim.current_in_warp(at)) return {-1, -1};
+  return {place(c, item, at, a), place(c, item, at, b)};
+}
 
 // Cumulative ends of the experts' rows, by one CTA.
 __device__ void write_offsets(const DeviceControl& c, const Item& item, bool current, int32_t* offsets) {
@@ -42,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     return;
   }
-  const Units units(item.tokens(), g.hidden * itemsize(g.dtype) / 16, kUnroll, blockIdx.x, gridDim.x);
+  const Units units(item.tokens(), g.hidden * itemsize(g.dtype) / 16, blockIdx.x, gridDim.x);
   const uint32_t lane = threadIdx.x % 32;
   for (uint32_t unit = units.first; unit < units.count; unit += units.stride) {
     const ItemToken at = item.token(c, units.row(unit));
@@ -56,14 +83,20 @@ __global__ void __launch_bounds__(kThreads)
         if (v + 32 * u < end) data[u] = from[v + 32 * u];
     };
     load(begin + lane);  // before the plan is read: they do not depend on each other
-    const Choices choices(c, item, at, Op::receive);
+    const Choices choices = place_choices(c, item, at);
+    if (begin == 0) {  // for reply
+      if (lane < g.topk) rows_of(c, at)[lane] = choices.row[0];
+      if (lane + 32 < g.topk) rows_of(c, at)[lane + 32] = choices.row[1];
+    }
     for (uint32_t v0 = begin; v0 < end; v0 += 32 * kUnroll) {
       const uint32_t v = v0 + lane;
       if (v0 != begin) load(v);
-#pragma unroll
+#pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        for (uint32_t left = __ballot_sync(kWarp, choices.row[half] >= 0); left != 0; left &= left - 1) {
-          int4* to = rows + __shfl_sync(kWarp, choices.row[half], __ffs(static_cast<int>(left)) - 1) * units.vectors;
+        const int32_t row = half == 0 ? choices.row[0] : choices.row[1];
+        for (uint32_t left = __ballot_sync(kWarp, row >= 0); left != 0; left &= left - 1) {
+          int4* to =
+              rows + static_cast<int64_t>(__shfl_sync(kWarp, row, __ffs(static_cast<int>(left)) - 1)) * units.vectors;
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u)
             if (v + 32 * u < end) to[v + 32 * u] = data[u];

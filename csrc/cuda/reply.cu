@@ -4,7 +4,7 @@
 //   order    rows, headers -> __syncthreads -> done++ (acq_rel.gpu) ; last CTA: dispatch flag to EMPTY, taken cleared,
 //            then the reply flag (release.sys): a reset after the publish could erase the A rank's next dispatch
 //   waits    never
-//   fails    an item older than the deadline or a bad position: that region is closed, the others are answered
+//   fails    an item older than the deadline: that region is closed, the others are answered
 #include "item.cuh"
 #include "kernels.h"
 
@@ -18,20 +18,16 @@ constexpr int kRows = 8;
 // What decides whether slot i of the item may be answered.
 struct Answer {
   ItemToken at;
-  int64_t taken, since;
-  int32_t state;
+  Claim claim;
+  int64_t since;
   __device__ Answer(const DeviceControl& c, const Item& item, int32_t i)
-      : at(item.at(c, i)),
-        taken(c.taken[at.slot].sequence),
-        since(c.taken[at.slot].at),
-        state(load_relaxed(&c.region[at.region])) {}
-  __device__ bool current() const { return state == kAlive && taken == at.sequence; }
+      : at(item.at(c, i)), claim(c, at), since(c.taken[at.slot].at) {}
 };
 
 __device__ void write_header(const DeviceControl& c, const Item& item, int32_t i) {
   const Answer answer(c, item, i);
   const ItemToken& at = answer.at;
-  if (!answer.current()) return;
+  if (!answer.claim.current(at)) return;
   *DeviceSlot(peer_window(c, at.region), c.layout, c.slot(c.role_rank, at.stage, at.ring)).header = {
       kHeaderMagic, kWireVersion, item.generation, item.layer, item.tokens_of(i), 0, at.sequence, at.routed, 0};
   count_up(&c.bytes_sent[at.region], sizeof(SlotHeader));
@@ -40,8 +36,8 @@ __device__ void write_header(const DeviceControl& c, const Item& item, int32_t i
 // Answers one slot, by one thread.
 __device__ void publish(const DeviceControl& c, const Item& item, const Answer& answer) {
   const ItemToken& at = answer.at;
-  if (answer.state != kAlive) return;
-  if (answer.taken != at.sequence) {
+  if (answer.claim.state != kAlive) return;
+  if (answer.claim.taken != at.sequence) {
     fail(c, error_at(Kind::Stale, Op::reply, item.layer, -1, at.stage, at.ring, at.sequence));
     return;
   }
@@ -75,19 +71,24 @@ __global__ void __launch_bounds__(kThreads, 2)
     fail(c, r);
   }
   if (!current) return;
-  const Units units(item.tokens(), g.hidden / N, 1, blockIdx.x, gridDim.x);
+  const Units units(item.tokens(), g.hidden / N, blockIdx.x, gridDim.x);
   if (blockIdx.x >= units.ctas) return;
   const int lane = threadIdx.x % 32;
-  const int32_t slot = lane < item.count ? lane : 0;
-  const Answer mine(c, item, slot);  // asked for now, used at the end
-  if (blockIdx.x == 0)               // by the last warps, which have the least else to do
+  const Answer mine(c, item, lane < item.count ? lane : 0);  // asked for now, used at the end
+  if (blockIdx.x == 0)                                       // by the last warps, which have the least else to do
     for (int32_t i = kThreads - 1 - threadIdx.x; i < item.count; i += kThreads) write_header(c, item, i);
   for (uint32_t unit = units.first; unit < units.count; unit += units.stride) {
     const ItemToken at = item.token(c, units.row(unit));
     const float* weights = DeviceSlot(c.window, c.layout, at.slot).weight + at.token * g.topk;
-    const float weight[2] = {lane < g.topk ? weights[lane] : 0.0f, lane + 32 < g.topk ? weights[lane + 32] : 0.0f};
-    const Choices choices(c, item, at, Op::reply);
-    const uint32_t live[2] = {__ballot_sync(kWarp, choices.row[0] >= 0), __ballot_sync(kWarp, choices.row[1] >= 0)};
+    const int32_t* placed = rows_of(c, at);
+    const Claim claim(c, at);
+    const bool low = lane < g.topk && at.routed != 0, high = lane + 32 < g.topk && at.routed != 0;
+    const float weight[2] = {low ? weights[lane] : 0.0f, high ? weights[lane + 32] : 0.0f};
+    Choices choices{low ? placed[lane] : -1, high ? placed[lane + 32] : -1};
+    if (!claim.current_in_warp(at)) continue;
+    // Also for an item that was never received: a row outside expert_out is not read.
+    const uint32_t live[2] = {__ballot_sync(kWarp, choices.row[0] >= 0 && choices.row[0] < item.rows),
+                              __ballot_sync(kWarp, choices.row[1] >= 0 && choices.row[1] < item.rows)};
     if ((live[0] | live[1]) == 0) continue;
     T* to = reinterpret_cast<T*>(
                 DeviceSlot(peer_window(c, at.region), c.layout, c.slot(c.role_rank, at.stage, at.ring)).payload) +
@@ -98,9 +99,11 @@ __global__ void __launch_bounds__(kThreads, 2)
       float acc[N];
 #pragma unroll
       for (int j = 0; j < N; ++j) acc[j] = 0.0f;
-#pragma unroll
+#pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        for (uint32_t left = live[half]; left != 0;) {
+        const float weight_of = half == 0 ? weight[0] : weight[1];
+        const int32_t row_of = half == 0 ? choices.row[0] : choices.row[1];
+        for (uint32_t left = half == 0 ? live[0] : live[1]; left != 0;) {
           // kRows rows at a time, so that their loads overlap; added one after the other, in choice order.
           int4 data[kRows];
           float w[kRows];
@@ -110,8 +113,8 @@ __global__ void __launch_bounds__(kThreads, 2)
             if (left == 0) break;
             const int k = __ffs(static_cast<int>(left)) - 1;
             left &= left - 1;
-            w[i] = __shfl_sync(kWarp, weight[half], k);
-            const int64_t row = __shfl_sync(kWarp, choices.row[half], k);
+            w[i] = __shfl_sync(kWarp, weight_of, k);
+            const int64_t row = __shfl_sync(kWarp, row_of, k);
             if (v < end)
               data[i] =
                   reinterpret_cast<const int4*>(static_cast<const T*>(expert_out.data) + row * expert_out.stride)[v];
