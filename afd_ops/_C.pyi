@@ -16,6 +16,7 @@ ITEM_ROWS: int
 WORD_STRIDE: int
 MAX_RANKS: int
 MAX_DEPTH: int
+SCALE_BLOCK: int
 READY: int
 ALIVE: int
 LEFT: int
@@ -23,6 +24,7 @@ POISONED: int
 KINDS: tuple[str, ...]
 GEOMETRY: tuple[str, ...]
 DTYPES: tuple[str, ...]
+WIDE_DTYPES: tuple[str, ...]
 
 def layout(geometry: Sequence[int], /) -> dict[str, int]: ...
 def window_bytes(geometry: Sequence[int], regions: int, /) -> int: ...

@@ -36,7 +36,7 @@ from afd_ops.errors import (  # noqa: E402
     RingBusyError,
     StaleError,
 )
-from afd_ops.ffn import Experts, ExpertServer, GroupedSwiGLU  # noqa: E402
+from afd_ops.ffn import Experts, ExpertServer, GroupedSwiGLU, dequantize  # noqa: E402
 from afd_ops.heap import Heap, Segment  # noqa: E402
 from afd_ops.heap.local import LocalHeap  # noqa: E402
 from afd_ops.heap.shm import ShmHeap  # noqa: E402
@@ -74,6 +74,7 @@ __all__ = [
     "Window",
     "attach",
     "attention_costs",
+    "dequantize",
     "open_local",
     "split_requests",
 ]

@@ -65,7 +65,7 @@ class RemoteExperts(nn.Module):
         """Sends the tokens and returns the ticket for `combine`; what is computed in between overlaps with the experts.
 
         Args:
-            hidden: [T, H] in the window's dtype.
+            hidden: [T, H] in the window's wide dtype.
             topk_ids: [T, topk] int32 or int64; -1 = no expert.
             topk_weights: [T, topk] float32.
         """
@@ -87,7 +87,7 @@ class RemoteExperts(nn.Module):
     def cancel(self, ticket: Tensor) -> None:
         """Drops a step: waits for the answers to `ticket` and throws them away, so that its ring is free again."""
         if self.window is not None:
-            rows = torch.zeros((ticket.shape[0] - 1, self.window.geometry.hidden), dtype=self.window.dtype)
+            rows = torch.zeros((ticket.shape[0] - 1, self.window.geometry.hidden), dtype=self.window.wide_dtype)
             torch.ops.afd.combine(ticket, rows.to(ticket.device), self.port, self.order, self.window_id)
 
     def forward(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, base: Tensor | None = None) -> Tensor:

@@ -16,7 +16,18 @@ Experts = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(rows [R, H], scales, offsets [owned experts] int32, layer) -> [R, H].
 
 Rows stand in local-expert order, expert e's from offsets[e - 1] to offsets[e]. Rows past the last offset are
-uninitialised: they may be computed on, never reduced over. scales is empty unless the payload is quantised."""
+uninitialised: they may be computed on, never reduced over. With a float8_e4m3fn payload scales is float32
+[R, H / 128], see `dequantize`, else [0]. The result is in the window's wide dtype."""
+
+
+def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """What dispatch quantised: rows[r, h] * scales[r, h // 128] in float32, rounded to dtype.
+
+    Args:
+        rows: [R, H] float8_e4m3fn.
+        scales: [R, H / 128] float32.
+    """
+    return (rows.float() * scales.repeat_interleave(_C.SCALE_BLOCK, dim=1)).to(dtype)
 
 
 class ExpertServer:
@@ -51,7 +62,7 @@ class ExpertServer:
         if count == 0:
             return 0
         x, scales, offsets = torch.ops.afd.receive(item, self.port, self.window.id, rows)
-        out = self.experts(x, scales, offsets, layer) if rows else x
+        out = self.experts(x, scales, offsets, layer) if rows else x.to(self.window.wide_dtype)
         torch.ops.afd.reply(out, item, self.port, self.window.id)
         return int(count)
 
@@ -133,9 +144,11 @@ class GroupedSwiGLU(nn.Module):
         self.limit = limit
 
     def forward(self, rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
-        """rows [R, H] -> [R, H]; see `Experts`."""
+        """rows [R, H] -> [R, H]; see `Experts`. Quantised rows are computed on in bfloat16."""
         if not 0 <= layer < len(self.gate_up):
             raise ValueError(f"layer is {layer}, but there are experts for {len(self.gate_up)} layers")
+        if rows.dtype == torch.float8_e4m3fn:
+            rows = dequantize(rows, scales)
         gate, up = nn.functional.grouped_mm(rows, self.gate_up[layer].transpose(-2, -1), offs=offsets).chunk(2, dim=-1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)

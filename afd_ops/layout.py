@@ -10,6 +10,8 @@ from afd_ops import _C
 from afd_ops.topology import Topology
 
 PAYLOAD_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYPES)
+WIDE_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.WIDE_DTYPES)
+"""Per payload dtype, that of x given to dispatch, of expert_out and of replies."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Geometry:
         tokens: capacity of one dispatch, in tokens.
         topk: choices per token.
         hidden: elements of a row.
-        dtype: of the payload, an index into `PAYLOAD_DTYPES`.
+        dtype: of the payload on its way to the FFN ranks, an index into `PAYLOAD_DTYPES` and `WIDE_DTYPES`.
     """
 
     attention_size: int
@@ -58,6 +60,8 @@ class Geometry:
             raise ValueError(f"dtype is {dtype}, expected one of {', '.join(map(str, PAYLOAD_DTYPES))}")
         if hidden * dtype.itemsize % 16:
             raise ValueError(f"hidden is {hidden}: a row of {hidden * dtype.itemsize} bytes, expected a multiple of 16")
+        if WIDE_DTYPES[PAYLOAD_DTYPES.index(dtype)] != dtype and hidden % _C.SCALE_BLOCK:
+            raise ValueError(f"hidden is {hidden}, expected a multiple of {_C.SCALE_BLOCK} with dtype {dtype}")
         if tokens * topk >= 2**31:
             raise ValueError(f"tokens x topk is {tokens * topk}, expected less than 2**31")
         return Geometry(

@@ -14,16 +14,19 @@ afd::plan(topk_ids [T, topk] int32 or int64, expert_map [E, 2] int32, ffn_size, 
 afd::dispatch(x [T, H], topk_ids [T, topk], topk_weights [T, topk] float32, port, order, window)
     -> ticket [T + 1, W] int32
     Sends each token once to every F rank that owns one of its experts. Does not wait. id -1 means no expert.
+    x is of the window's wide dtype; if its payload is narrower, the cast is part of the copy.
 
 afd::arrive(port, window) -> item [1 + slots, 8] int32
     Waits for any slot, chooses what to compute together; item[0] = generation, slot count, layer, rows. Empty (count 0)
     after the poll interval.
 
-afd::receive(item, port, window, rows) -> rows [rows, H], scales [0] float32, offsets [owned experts] int32
+afd::receive(item, port, window, rows) -> rows [rows, H], scales float32, offsets [owned experts] int32
     The item's tokens in local-expert order; offsets are cumulative ends. Rows past the last offset are uninitialised.
+    With a float8_e4m3fn payload scales is [rows, H / 128], a factor per row and 128 channels; else it is [0].
 
 afd::reply(expert_out [>= item rows, H], item, port, window) -> ()
-    Each token's weighted sum over this rank's experts, accumulated in float32, rounded once, sent back.
+    Each token's weighted sum over this rank's experts, accumulated in float32, rounded once, sent back; in and out in
+    the window's wide dtype.
 
 afd::combine(ticket, base [T, H], port, order, window) -> [T, H] in base's dtype
     base + the F ranks' sums, added in float32 in F-rank order and rounded once. Uses the ticket up.
@@ -38,7 +41,7 @@ import torch
 from torch import Tensor
 
 from afd_ops import _C
-from afd_ops.layout import PAYLOAD_DTYPES
+from afd_ops.layout import PAYLOAD_DTYPES, WIDE_DTYPES
 
 F = TypeVar("F", bound=Callable[..., Any])
 register_fake: Callable[[str], Callable[[F], F]] = torch.library.register_fake
@@ -67,9 +70,11 @@ def _arrive(port: Tensor, window: int) -> Tensor:
 @register_fake("afd::receive")
 def _receive(item: Tensor, port: Tensor, window: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     facts = _C.facts(window)
+    hidden, dtype = facts["hidden"], facts["dtype"]
+    quantized = PAYLOAD_DTYPES[dtype] != WIDE_DTYPES[dtype]
     return (
-        item.new_empty((rows, facts["hidden"]), dtype=PAYLOAD_DTYPES[facts["dtype"]]),
-        item.new_empty((0,), dtype=torch.float32),
+        item.new_empty((rows, hidden), dtype=PAYLOAD_DTYPES[dtype]),
+        item.new_empty((rows, hidden // _C.SCALE_BLOCK) if quantized else (0,), dtype=torch.float32),
         item.new_empty((facts["owned_experts"],), dtype=torch.int32),
     )
 

@@ -20,7 +20,7 @@ from afd_ops.errors import AbortedError, BootstrapError, ClosedError, GeometryEr
 from afd_ops.heap import Heap, Segment
 from afd_ops.heap.local import LocalHeap
 from afd_ops.heap.shm import ShmHeap
-from afd_ops.layout import PAYLOAD_DTYPES, Geometry
+from afd_ops.layout import PAYLOAD_DTYPES, WIDE_DTYPES, Geometry
 from afd_ops.topology import Role, Topology
 from afd_ops.watch import ProcessWatch
 
@@ -33,10 +33,12 @@ class Window:
     Args:
         topology: roles and experts.
         bootstrap: how the ranks meet; its rank and world size are this rank's.
-        hidden: elements of a row; hidden x itemsize a multiple of 16 bytes.
+        hidden: elements of a row; hidden x itemsize a multiple of 16 bytes; with float8_e4m3fn a multiple of 128.
         topk: choices per token.
         tokens: capacity of one dispatch. A per-step budget, not the longest prefill: the caller chunks longer batches.
-        dtype: of the rows in both directions: float32, bfloat16 or float16.
+        dtype: of the rows: float32, bfloat16 or float16 in both directions, or float8_e4m3fn on the way to the FFN
+            ranks and bfloat16 (`wide_dtype`) everywhere else: x, expert_out and the replies. Dispatch then casts, with
+            one float32 scale per token and 128 channels, amax / 448; a block that holds an inf or NaN arrives as NaN.
         stages: independent lanes per attention rank, one per ubatch; different lanes may run on different threads.
         depth: dispatches in flight per lane.
         heap: where the memory comes from; shared memory between processes of this host by default.
@@ -198,6 +200,11 @@ class Window:
     @property
     def dtype(self) -> torch.dtype:
         return PAYLOAD_DTYPES[self.geometry.dtype]
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """Of x given to dispatch, of expert_out and of replies: dtype, or bfloat16 if that is float8_e4m3fn."""
+        return WIDE_DTYPES[self.geometry.dtype]
 
     @property
     def generation(self) -> int:

@@ -21,6 +21,8 @@ inline const char* type_name(ScalarType t) {
       return "bfloat16";
     case ScalarType::Half:
       return "float16";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
     case ScalarType::Double:
       return "float64";
     case ScalarType::Int:
@@ -32,9 +34,15 @@ inline const char* type_name(ScalarType t) {
   }
 }
 
-inline ScalarType payload_type(const Geometry& g) {
-  constexpr ScalarType types[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
-  return types[g.dtype];
+inline ScalarType scalar_type(int64_t dtype) {
+  constexpr ScalarType types[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn};
+  return types[dtype];
+}
+
+// Of what receive returns beside `rows` rows: [rows, scales_per_row], or [0] if the payload is not quantised.
+inline Tensor new_scales(const Tensor& like, const Geometry& g, int64_t rows) {
+  return scales_per_row(g) > 0 ? torch::stable::new_empty(like, {rows, scales_per_row(g)}, ScalarType::Float)
+                               : torch::stable::new_empty(like, {0}, ScalarType::Float);
 }
 
 inline DType dtype_of(const Tensor& t) {
@@ -102,7 +110,7 @@ inline void check_port(Op op, const Tensor& port) {
 inline void check_dispatch(const Geometry& g, const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights) {
   constexpr Op op = Op::dispatch;
   check_rows(op, "x", x, g.hidden);
-  check_type(op, "x", x, payload_type(g));
+  check_type(op, "x", x, scalar_type(wide_dtype(g.dtype)));
   const int64_t tokens = x.size(0);
   if (tokens > g.tokens)
     raise(Kind::Argument, op, "x has ", tokens, " tokens, but the window's capacity is ", g.tokens,
@@ -138,7 +146,7 @@ inline void check_item(const Control& c, Op op, const Tensor& item) {
 
 inline void check_expert_out(const Geometry& g, const Tensor& expert_out) {
   check_rows(Op::reply, "expert_out", expert_out, g.hidden);
-  check_type(Op::reply, "expert_out", expert_out, payload_type(g));
+  check_type(Op::reply, "expert_out", expert_out, scalar_type(wide_dtype(g.dtype)));
 }
 
 }  // namespace afd

@@ -85,6 +85,7 @@ struct Slot {
   int32_t* counts;
   Position* position;
   float* weight;
+  float* scale;
   char* payload;
 
   Slot(char* window, const Layout& l, int64_t index) {
@@ -93,6 +94,7 @@ struct Slot {
     counts = reinterpret_cast<int32_t*>(base + sizeof(SlotHeader));
     position = reinterpret_cast<Position*>(base + l.position);
     weight = reinterpret_cast<float*>(base + l.weight);
+    scale = reinterpret_cast<float*>(base + l.scale);
     payload = base + l.payload;
   }
 };

@@ -477,16 +477,20 @@ PyMODINIT_FUNC PyInit__C() {
   PyModule_AddIntConstant(m, "WORD_STRIDE", kWordStride);
   PyModule_AddIntConstant(m, "MAX_RANKS", kMaxRanks);
   PyModule_AddIntConstant(m, "MAX_DEPTH", kMaxDepth);
+  PyModule_AddIntConstant(m, "SCALE_BLOCK", kScaleBlock);
   PyModule_AddIntConstant(m, "READY", kReady);
   PyModule_AddIntConstant(m, "ALIVE", kAlive);
   PyModule_AddIntConstant(m, "LEFT", kLeft);
   PyModule_AddIntConstant(m, "POISONED", kPoisoned);
 #define X(name) #name,
-#define XD(name, bytes) #name,
+#define XD(name, bytes, wide) #name,
+#define XW(name, bytes, wide) #wide,
   add_names(m, "KINDS", {AFD_KINDS(X)});
   add_names(m, "GEOMETRY", {AFD_GEOMETRY(X)});
   add_names(m, "DTYPES", {AFD_DTYPES(XD)});
+  add_names(m, "WIDE_DTYPES", {AFD_DTYPES(XW)});
 #undef X
 #undef XD
+#undef XW
   return m;
 }

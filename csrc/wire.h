@@ -15,7 +15,7 @@
 
 namespace afd {
 
-constexpr int32_t kWireVersion = 1;
+constexpr int32_t kWireVersion = 2;
 constexpr int32_t kHeaderMagic = 0x53444641;  // "AFDS"
 constexpr int32_t kPortMagic = 0x50444641;    // "AFDP"
 constexpr int64_t kAlign = 256;               // every field of a slot starts on such a boundary
@@ -79,15 +79,59 @@ struct Geometry {
 #undef X
 };
 
-#define AFD_DTYPES(X) X(float32, 4) X(bfloat16, 2) X(float16, 2)
+// Payload dtypes: bytes of an element, and the wide dtype: of x given to dispatch, of expert_out and of replies. A
+// payload that is narrower than its wide dtype is quantised by dispatch.
+#define AFD_DTYPES(X)      \
+  X(float32, 4, float32)   \
+  X(bfloat16, 2, bfloat16) \
+  X(float16, 2, float16)   \
+  X(float8_e4m3fn, 1, bfloat16)
 
 enum DType : int64_t {
-#define X(name, bytes) k_##name,
+#define X(name, bytes, wide) k_##name,
   AFD_DTYPES(X)
 #undef X
 };
 
-AFD_HD constexpr int64_t itemsize(int64_t dtype) { return dtype == k_float32 ? 4 : 2; }
+AFD_HD constexpr int64_t itemsize(int64_t dtype) {
+  switch (dtype) {
+#define X(name, bytes, wide) \
+  case k_##name:             \
+    return bytes;
+    AFD_DTYPES(X)
+#undef X
+    default:
+      return 0;
+  }
+}
+
+AFD_HD constexpr int64_t wide_dtype(int64_t dtype) {
+  switch (dtype) {
+#define X(name, bytes, wide) \
+  case k_##name:             \
+    return k_##wide;
+    AFD_DTYPES(X)
+#undef X
+    default:
+      return dtype;
+  }
+}
+
+// Quantisation: per token and block of channels, amax = max |x|, scale = amax / 448 and element = x * (448 / amax)
+// rounded to nearest even, each step in float32. amax is found among the bits of |x|, where inf and NaN are largest,
+// and is at least kLeastAmax: zeros stay zeros and scale is a normal number. |element| never exceeds 448 by enough to
+// round up. A block with an inf or a NaN comes back as NaN, all of it.
+constexpr int64_t kScaleBlock = 128;
+constexpr float kFloat8Max = 448.0f;
+constexpr float kLeastAmax = 448.0f * 0x1p-126f;
+
+// Scales of a token's row; 0 unless the payload is quantised.
+AFD_HD constexpr int64_t scales_per_row(const Geometry& g) {
+  return wide_dtype(g.dtype) == g.dtype ? 0 : g.hidden / kScaleBlock;
+}
+// Bytes of a token's row on the way to an F rank, and of x, expert_out and the reply.
+AFD_HD constexpr int64_t payload_row(const Geometry& g) { return g.hidden * itemsize(g.dtype); }
+AFD_HD constexpr int64_t wide_row(const Geometry& g) { return g.hidden * itemsize(wide_dtype(g.dtype)); }
 
 // Slot header; `local_experts` int32 counts follow it.
 struct SlotHeader {
@@ -120,15 +164,16 @@ struct Position {
 };
 static_assert(sizeof(Position) == 8);
 
-// Offsets inside a window (flags, sticky, slots) and inside a slot (position, weight, payload).
-#define AFD_LAYOUT(X)                                  \
-  X(flags)  /* one word per slot, kWordStride apart */ \
-  X(sticky) /* one word per opposite-role peer */      \
-  X(slots)                                             \
-  X(position) /* Position [tokens, topk] */            \
-  X(weight)   /* float32 [tokens, topk] */             \
-  X(payload)  /* dtype [tokens, hidden] */             \
-  X(slot_bytes)                                        \
+// Offsets inside a window (flags, sticky, slots) and inside a slot (position, weight, scale, payload).
+#define AFD_LAYOUT(X)                                        \
+  X(flags)  /* one word per slot, kWordStride apart */       \
+  X(sticky) /* one word per opposite-role peer */            \
+  X(slots)                                                   \
+  X(position) /* Position [tokens, topk] */                  \
+  X(weight)   /* float32 [tokens, topk] */                   \
+  X(scale)    /* float32 [tokens, scales_per_row] */         \
+  X(payload)  /* [tokens, hidden] of dtype; a reply: wide */ \
+  X(slot_bytes)                                              \
   X(slots_per_region) /* stages x depth */
 
 struct Layout {
@@ -149,8 +194,9 @@ AFD_HD constexpr Layout layout_of(const Geometry& g) {
   l.slots = l.sticky + align_up(regions * kWordStride);
   l.position = align_up(static_cast<int64_t>(sizeof(SlotHeader)) + g.local_experts * 4);
   l.weight = l.position + align_up(g.tokens * g.topk * static_cast<int64_t>(sizeof(Position)));
-  l.payload = l.weight + align_up(g.tokens * g.topk * 4);
-  l.slot_bytes = l.payload + align_up(g.tokens * g.hidden * itemsize(g.dtype));
+  l.scale = l.weight + align_up(g.tokens * g.topk * 4);
+  l.payload = l.scale + align_up(g.tokens * scales_per_row(g) * 4);
+  l.slot_bytes = l.payload + align_up(g.tokens * wide_row(g));
   return l;
 }
 

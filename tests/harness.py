@@ -18,6 +18,7 @@ from torch import Tensor
 
 import afd_ops
 from afd_ops import _C
+from afd_ops.layout import PAYLOAD_DTYPES, WIDE_DTYPES
 from afd_ops.reference import round_trip
 
 # Where windows lie and steps are made: set by the `device` fixture for tests that run on every device.
@@ -36,6 +37,8 @@ def experts_of(topology: afd_ops.Topology, ffn_rank: int) -> afd_ops.Experts:
     owned = topology.experts_of(ffn_rank)
 
     def experts(rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
+        if rows.dtype == torch.float8_e4m3fn:
+            rows = afd_ops.dequantize(rows, scales)
         out, begin = torch.full_like(rows, float("nan")), 0
         for index, end in zip(owned, offsets.tolist(), strict=True):
             out[begin:end] = expert(index, rows[begin:end])
@@ -54,17 +57,33 @@ def random_step(
     dtype: torch.dtype = torch.float32,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`count` tokens: x, topk_ids (some -1, some twice in a row), topk_weights, base: small integers."""
+    """`count` tokens: x, topk_ids (some -1, some twice in a row), topk_weights, base: small integers.
+
+    x and base are of the wide dtype of `dtype`, a window's. For float8_e4m3fn the blocks of x have different scales;
+    what dequantising gives is no integer, but has few enough bits for exact sums.
+    """
+    x = torch.randint(-3, 4, (count, hidden))
+    if dtype == torch.float8_e4m3fn:
+        x *= 2 ** torch.randint(0, 4, (count, hidden // _C.SCALE_BLOCK)).repeat_interleave(_C.SCALE_BLOCK, dim=1)
+    dtype = WIDE_DTYPES[PAYLOAD_DTYPES.index(dtype)]
     return (
-        torch.randint(-3, 4, (count, hidden)).to(DEVICE, dtype),
+        x.to(DEVICE, dtype),
         torch.randint(-1, topology.num_experts, (count, topk)).to(DEVICE),
         torch.randint(0, 3, (count, topk)).to(DEVICE, torch.float32),
         torch.randint(-3, 4, (count, hidden)).to(DEVICE, dtype),
     )
 
 
-def expected(topology: afd_ops.Topology, x: Tensor, ids: Tensor, weights: Tensor, base: Tensor) -> Tensor:
-    return round_trip(x.cpu(), ids.cpu(), weights.cpu(), base.cpu(), topology, expert).to(base.device)
+def expected(
+    topology: afd_ops.Topology,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    base: Tensor,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`dtype` is the window's, if it is not that of x."""
+    return round_trip(x.cpu(), ids.cpu(), weights.cpu(), base.cpu(), topology, expert, dtype).to(base.device)
 
 
 def remote(window: afd_ops.Window, layer: int = 0, stage: int = 0) -> afd_ops.RemoteExperts:

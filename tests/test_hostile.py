@@ -27,6 +27,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import ROOT, Mutant
 
+from afd_ops import _C
+
 CSRC, FUZZ = ROOT / "csrc", ROOT / "tests" / "fuzz"
 KERNELS = (CSRC / "control.cpp", *sorted(p for p in (CSRC / "cpu").glob("*.cpp") if p.name != "bindings.cpp"))
 FLAGS = ["-std=c++20", "-O1", "-g1", "-Wall", "-ffp-contract=off", "-fno-sanitize-recover=all"]
@@ -206,7 +208,7 @@ HEADER = ("magic", "version", "generation", "layer", "num_tokens", "flags", "seq
 # Which of VALUES the protocol refuses whatever else the header says, and what the record then names.
 REFUSED = {
     "magic": {value: "magic" for value in VALUES},
-    "version": {value: "version" for value in VALUES if value != "one"},
+    "version": {value: "version" for value in VALUES},
     "generation": {value: "generation" for value in VALUES},
     "layer": {value: "layer" for value in ("lowest", "minus_one")},
     "num_tokens": {value: "num_tokens" for value in ("lowest", "minus_one", "beyond", "highest")},
@@ -249,14 +251,18 @@ def test_every_word_of_a_reply_at_every_extreme(field: str, decode: Decode, enco
             assert f"a0.0=Protocol:{named}" in line, (value, line)
 
 
-def test_a_slot_that_is_only_strange_is_answered(decode: Decode, encoding: Encoding) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_a_slot_that_is_only_strange_is_answered(dtype: str, decode: Decode, encoding: Encoding) -> None:
+    start = encoding.start(dtype=_C.DTYPES.index(dtype))
+
     def write(*arguments: str | int, **places: int) -> bytes:
-        return encoding.start() + encoding.write(*arguments, **places)  # type: ignore[arg-type]
+        return start + encoding.write(*arguments, **places)  # type: ignore[arg-type]
 
     programs = {
-        "nothing": encoding.start(),
+        "nothing": start,
         "NaN weights": write("weight", "minus_one") + encoding.write("weight", "minus_one", index=1),
         "NaN payload": write("payload", "minus_one"),
+        "NaN scale": write("scale", "minus_one"),
         "num_tokens shrinks once arrived": write("num_tokens", "zero", "receive"),
         "num_tokens grows once arrived": write("num_tokens", "highest", "receive"),
         "counts change once arrived": write("counts", "highest", "receive"),
@@ -320,7 +326,9 @@ def test_random_programs_find_nothing(run: Run, seed: int) -> None:
 def programs(draw: st.DrawFn, encoding: Encoding) -> bytes:
     sizes = [draw(st.integers(1, most)) for most in (3, 2, 5, 2, 3, 4, 3)]
     modes = draw(st.sets(st.sampled_from(encoding.modes)))
-    program = encoding.start(*modes, sizes=sizes, dtype=draw(st.integers(0, 2)), seed=draw(st.integers(0, 255)))
+    program = encoding.start(
+        *modes, sizes=sizes, dtype=draw(st.integers(0, len(_C.DTYPES) - 1)), seed=draw(st.integers(0, 255))
+    )
     value = st.sampled_from(encoding.values[:-1]) | st.integers(-(2**31), 2**31 - 1)
     for _ in range(draw(st.integers(0, 6))):
         program += encoding.write(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import afd_ops
 from afd_ops import _C, Geometry, Topology
+from afd_ops.layout import PAYLOAD_DTYPES, WIDE_DTYPES
 
 SIZES: dict[str, Any] = dict(hidden=4, topk=2, tokens=4, dtype=torch.float32, stages=2, depth=2)
 
@@ -78,7 +79,7 @@ def test_a_whole_slot_is_what_the_wire_format_says_in_both_directions() -> None:
         assert_expected_inline(
             hexdump(slot_address(ffn, slot), ffn.geometry.layout["slot_bytes"]),
             """\
-0000  53444641 00000001 00000001 00000003
+0000  53444641 00000002 00000001 00000003
 0010  00000003 00000000 00000001 00000000
 0020  00000004 00000000 00000001 00000000
 0030  00000003 00000000 00000000 00000000
@@ -115,7 +116,7 @@ def test_a_whole_slot_is_what_the_wire_format_says_in_both_directions() -> None:
         assert_expected_inline(
             hexdump(slot_address(attention, slot), ffn.geometry.layout["slot_bytes"]),
             """\
-0000  53444641 00000001 00000001 00000003
+0000  53444641 00000002 00000001 00000003
 0010  00000003 00000000 00000001 00000000
 0020  00000004 00000000 00000000 00000000
 0030  00000000 00000000 00000000 00000000
@@ -130,6 +131,50 @@ def test_a_whole_slot_is_what_the_wire_format_says_in_both_directions() -> None:
         )
 
 
+def test_a_float8_slot_holds_scales_and_bytes_and_its_reply_is_wide() -> None:
+    with harness.windows(
+        Topology(1, 1, 1), **{**SIZES, "hidden": 256, "topk": 1, "tokens": 2, "dtype": torch.float8_e4m3fn}
+    ) as (attention, ffn):
+        x = torch.zeros(2, 256, dtype=torch.bfloat16)
+        x[0, :128], x[0, 64:128], x[1, 128:] = 896.0, 2.0, -7.0
+        module, ones = afd_ops.RemoteExperts(3).attach(attention), torch.ones(2, 1)
+        module.dispatch(x, ones.int() - 1, ones)
+        layout = ffn.geometry.layout
+        assert layout["slot_bytes"] - layout["scale"] == 256 + 2 * 256 * 2
+        assert_expected_inline(
+            hexdump(slot_address(ffn, 0) + layout["scale"], layout["slot_bytes"] - layout["scale"]),
+            """\
+0000  40000000 00800000 00800000 3c800000
+0010  ffffffff ffffffff ffffffff ffffffff
+      x 15
+0100  7e7e7e7e 7e7e7e7e 7e7e7e7e 7e7e7e7e
+      x 4
+0140  38383838 38383838 38383838 38383838
+      x 4
+0180  00000000 00000000 00000000 00000000
+      x 16
+0280  fefefefe fefefefe fefefefe fefefefe
+      x 8
+0300  ffffffff ffffffff ffffffff ffffffff
+      x 32""",
+        )
+        assert afd_ops.ExpertServer(ffn, lambda rows, scales, *_: afd_ops.dequantize(rows, scales)).step() == 1
+        assert_expected_inline(
+            hexdump(slot_address(attention, 0) + layout["scale"], layout["slot_bytes"] - layout["scale"]),
+            """\
+0000  ffffffff ffffffff ffffffff ffffffff
+      x 16
+0100  44604460 44604460 44604460 44604460
+      x 8
+0180  40004000 40004000 40004000 40004000
+      x 8
+0200  00000000 00000000 00000000 00000000
+      x 32
+0400  c0e0c0e0 c0e0c0e0 c0e0c0e0 c0e0c0e0
+      x 16""",
+        )
+
+
 def test_the_wire_version_changes_with_the_wire() -> None:
     """Whoever changes the dumps above, or this one, raises WIRE_VERSION: builds that differ must refuse each other."""
     assert_expected_inline(
@@ -139,30 +184,35 @@ def test_the_wire_version_changes_with_the_wire() -> None:
         )
         + f"\n{_C.GEOMETRY}\n{_C.DTYPES}",
         """\
-WIRE_VERSION 0x1
+WIRE_VERSION 0x2
 HEADER_MAGIC 0x53444641
 HEADER_BYTES 0x28
 PORT_MAGIC 0x50444641
 READY 0x59444552
 WORD_STRIDE 0x40
 ('attention_size', 'ffn_size', 'num_experts', 'local_experts', 'stages', 'depth', 'tokens', 'topk', 'hidden', 'dtype')
-('float32', 'bfloat16', 'float16')""",
+('float32', 'bfloat16', 'float16', 'float8_e4m3fn')""",
     )
 
 
 # Every size an engine may ask for, and far beyond.
-geometries = st.builds(
-    create,
-    attention=st.integers(1, 1024),
-    ffn=st.integers(1, 1024),
-    num_experts=st.integers(1, 1024),
-    hidden=st.integers(1, 2**13).map(lambda n: 8 * n),
-    topk=st.integers(1, 64),
-    tokens=st.integers(1, 2**20),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    stages=st.integers(1, 8),
-    depth=st.integers(1, 1024),
-)
+def geometries_of(dtype: torch.dtype) -> st.SearchStrategy[Geometry]:
+    multiple = 128 if dtype == torch.float8_e4m3fn else 8
+    return st.builds(
+        create,
+        attention=st.integers(1, 1024),
+        ffn=st.integers(1, 1024),
+        num_experts=st.integers(1, 1024),
+        hidden=st.integers(1, 2**16 // multiple).map(lambda n: multiple * n),
+        topk=st.integers(1, 64),
+        tokens=st.integers(1, 2**20),
+        dtype=st.just(dtype),
+        stages=st.integers(1, 8),
+        depth=st.integers(1, 1024),
+    )
+
+
+geometries = st.sampled_from(PAYLOAD_DTYPES).flatmap(geometries_of)
 
 
 def up(n: int) -> int:
@@ -186,8 +236,9 @@ def test_fields_are_aligned_in_order_and_never_overlap(geometry: Geometry) -> No
     assert layout["slots"] == end
     end = up(_C.HEADER_BYTES + 4 * g.local_experts)
     choices = g.tokens * g.topk
-    row = g.hidden * afd_ops.layout.PAYLOAD_DTYPES[g.dtype].itemsize
-    for name, size in {"position": 8 * choices, "weight": 4 * choices, "payload": g.tokens * row}.items():
+    scales = g.tokens * g.hidden // 128 if PAYLOAD_DTYPES[g.dtype] == torch.float8_e4m3fn else 0
+    payload = g.tokens * g.hidden * WIDE_DTYPES[g.dtype].itemsize
+    for name, size in {"position": 8 * choices, "weight": 4 * choices, "scale": 4 * scales, "payload": payload}.items():
         assert layout[name] == end, name
         end = up(end + size)
     assert layout["slot_bytes"] == end
@@ -260,6 +311,10 @@ def test_a_heap_without_sizes_per_role_is_asked_for_the_larger_one(monkeypatch: 
         (dict(dtype=torch.float64), "dtype is torch.float64, expected one of torch.float32, torch.bfloat16"),
         (dict(hidden=3), "hidden is 3: a row of 12 bytes, expected a multiple of 16"),
         (dict(hidden=12, dtype=torch.bfloat16), "hidden is 12: a row of 24 bytes, expected a multiple of 16"),
+        (
+            dict(hidden=192, dtype=torch.float8_e4m3fn),
+            "hidden is 192, expected a multiple of 128 with dtype torch.float8_e4m3fn",
+        ),
         (dict(tokens=2**30, topk=2), "tokens x topk is 2147483648, expected less than 2**31"),
     ],
 )

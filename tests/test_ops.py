@@ -37,15 +37,19 @@ SCHEMAS = {
 TOPOLOGY = afd_ops.Topology(2, 2, 5)  # ffn 0 owns experts 0 to 2, ffn 1 owns 3 and 4
 LAYER, STAGE = 3, 1
 HIDDEN, TOPK, TOKENS = SIZES["hidden"], SIZES["topk"], SIZES["tokens"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 MODES: list[Callable[[], AbstractContextManager[Any]]] = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 Call = tuple[Any, ...]
+
+
+def sizes_of(dtype: torch.dtype) -> dict[str, Any]:
+    return {**SIZES, "dtype": dtype, "hidden": 256 if dtype == torch.float8_e4m3fn else HIDDEN}
 
 
 @pytest.fixture(scope="module")
 def clusters() -> Iterator[dict[torch.dtype, list[afd_ops.Window]]]:
     """All ranks' windows, per payload dtype. Every test leaves them as idle as it found them."""
-    dtypes = (torch.float32, torch.bfloat16)
-    opened = {d: afd_ops.open_local(TOPOLOGY, **{**SIZES, "dtype": d}, stages=2, depth=3) for d in dtypes}
+    opened = {d: afd_ops.open_local(TOPOLOGY, **sizes_of(d), stages=2, depth=3) for d in DTYPES}
     for window in itertools.chain(*opened.values()):
         harness.fill_with_nan(window)
     yield opened
@@ -97,7 +101,7 @@ def by_hand(
     """One round trip; yields each op's name and arguments before it is called, and checks the results at the end."""
     attention, ffn = windows[: TOPOLOGY.attention_size], windows[TOPOLOGY.attention_size :]
     apart, across = (rows_apart, columns_first) if strided else (torch.Tensor.contiguous, torch.Tensor.contiguous)
-    steps = [random_step(TOPOLOGY, tokens, dtype=dtype) for _ in attention]
+    steps = [random_step(TOPOLOGY, tokens, **sizes_of(dtype)) for _ in attention]
     args: Call = (across(steps[0][1]), torch.tensor(TOPOLOGY.expert_map, dtype=torch.int32), 2, 3)
     yield "plan", args
     tickets = []
@@ -124,7 +128,7 @@ def by_hand(
     for window, ticket, step in zip(attention, tickets, steps, strict=True):
         args = (ticket, apart(step[3]), window.port(LAYER, STAGE), window.order, window.id)
         yield "combine", args
-        assert torch.equal(torch.ops.afd.combine(*args), expected(TOPOLOGY, *step))
+        assert torch.equal(torch.ops.afd.combine(*args), expected(TOPOLOGY, *step, dtype))
     for window in windows:
         window.check()
         assert window.errors() == []
@@ -202,7 +206,7 @@ def test_every_op_has_its_documented_schema_and_no_other_exists() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_opcheck(cluster: list[afd_ops.Window], name: str, dtype: torch.dtype, tokens: int, seed: int) -> None:
     """faults: undeclared mutation, an alias, a missing fake, one whose sizes, strides or dtype differ, a static T."""
@@ -218,16 +222,18 @@ def test_opcheck(cluster: list[afd_ops.Window], name: str, dtype: torch.dtype, t
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "strided"), [(torch.float32, False), (torch.float32, True), (torch.float8_e4m3fn, False)]
+)
 def test_fakes_are_like_the_real_thing_in_every_mode(
-    cluster: list[afd_ops.Window], tokens: int, strided: bool, seed: int
+    cluster: list[afd_ops.Window], tokens: int, dtype: torch.dtype, strided: bool, seed: int
 ) -> None:
     """fault: a fake's strides differ from the real ones, and compiled code reads the rows at the wrong place."""
 
     def look(t: Tensor) -> tuple[Any, ...]:
         return [*map(int, t.shape)], [*map(int, t.stride())], t.dtype, t.device, t.layout, int(t.storage_offset())
 
-    trip = by_hand(cluster, tokens, strided=strided)
+    trip = by_hand(cluster, tokens, dtype, strided=strided)
     for name, args in trip:
         fakes = []
         for mode in MODES:
@@ -248,14 +254,38 @@ def test_fakes_are_like_the_real_thing_in_every_mode(
         before.restore()
 
 
-def test_receive_gives_the_bucket_that_was_asked_for(cluster: list[afd_ops.Window], seed: int) -> None:
-    trip = by_hand(cluster, 5)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_receive_gives_the_bucket_that_was_asked_for(
+    cluster: list[afd_ops.Window], dtype: torch.dtype, seed: int
+) -> None:
+    trip = by_hand(cluster, 5, dtype)
     item, port, window, rows = stop_before("receive", trip)
-    exact, _, ends = torch.ops.afd.receive(item, port, window, rows)
+    exact, factors, ends = torch.ops.afd.receive(item, port, window, rows)
     bucket, scales, offsets = torch.ops.afd.receive(item, port, window, rows + 7)
-    assert bucket.shape == (rows + 7, HIDDEN)
-    assert torch.equal(bucket[:rows], exact) and torch.equal(offsets, ends)
-    assert scales.shape == (0,)
+    assert exact.dtype == dtype and bucket.shape == (rows + 7, sizes_of(dtype)["hidden"])
+    assert torch.equal(bucket[:rows].float(), exact.float()) and torch.equal(offsets, ends)
+    if dtype == torch.float8_e4m3fn:
+        assert scales.shape == (rows + 7, 2) and torch.equal(scales[:rows], factors)
+    else:
+        assert scales.shape == factors.shape == (0,)
+    finish(trip)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn])
+@pytest.mark.parametrize(("name", "argument"), [("dispatch", "x"), ("reply", "expert_out")])
+def test_a_float8_window_takes_and_gives_bfloat16(
+    cluster: list[afd_ops.Window], dtype: torch.dtype, name: str, argument: str, seed: int
+) -> None:
+    trip = by_hand(cluster, 5, dtype)
+    good = stop_before(name, trip)
+    at, state = argument_names(name).index(argument), State(cluster)
+    for wrong in (torch.float32, torch.float16, dtype):
+        with pytest.raises(
+            RuntimeError, match=f"^Argument in afd::{name}: {argument} is .*, expected bfloat16"
+        ) as told:
+            overload(name)(*good[:at], good[at].to(wrong), *good[at + 1 :])
+        assert f"{argument} is {str(wrong).removeprefix('torch.')}" in str(told.value)
+    assert State(cluster) == state
     finish(trip)
 
 

@@ -11,28 +11,31 @@ import torch
 from harness import expected, random_step
 
 import afd_ops
+from afd_ops.reference import quantize
 
 pytestmark = pytest.mark.usefixtures("device")
 
+SIZES = harness.SIZES
+FLOAT8: dict[str, Any] = {**SIZES, "hidden": 256, "dtype": torch.float8_e4m3fn}  # two scales a token
 SHAPES = [(1, 1, 4), (1, 3, 7), (3, 1, 5), (3, 2, 5), (2, 2, 1), (2, 3, 2)]  # attention, ffn, experts
 
 
 @pytest.mark.parametrize(("attention", "ffn", "num_experts"), SHAPES)
 @pytest.mark.parametrize("topk", [1, 2, 6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_every_row_equals_the_oracle(
     attention: int, ffn: int, num_experts: int, topk: int, dtype: torch.dtype, seed: int
 ) -> None:
     topology = afd_ops.Topology(attention, ffn, num_experts)
-    with harness.serving(topology, topk=topk, dtype=dtype) as windows:
+    sizes = dict(topk=topk, dtype=dtype, hidden=256 if dtype == torch.float8_e4m3fn else 16)
+    with harness.serving(topology, **sizes) as windows:
         for tokens in (0, 1, 5, 16, 4, 1, 0, 3):  # shrinking too: the tail of an earlier step must not be read
             for layer, window in enumerate(windows):
                 count = max(0, tokens - layer)  # differs per rank
-                step = random_step(topology, count, topk=topk, dtype=dtype)
-                x, ids, weights, base = step
-                out = harness.remote(window, layer)(x, ids, weights, base)
-                assert out.dtype == dtype
-                assert torch.equal(out, expected(topology, *step)), (tokens, layer)
+                step = random_step(topology, count, **sizes)
+                out = harness.remote(window, layer)(*step)
+                assert out.dtype == window.wide_dtype
+                assert torch.equal(out, expected(topology, *step, dtype)), (tokens, layer)
 
 
 @pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 3), (2, 1), (3, 2)])
@@ -88,16 +91,86 @@ def test_lopsided_routing(case: str, seed: int) -> None:
             assert torch.equal(out, expected(topology, x, ids, weights, base))
 
 
-def test_padding_rows_may_hold_anything(seed: int) -> None:
+@pytest.mark.parametrize("sizes", [SIZES, FLOAT8], ids=["float32", "float8"])
+def test_padding_rows_may_hold_anything(sizes: dict[str, Any], seed: int) -> None:
     """fault: padding multiplied by zero instead of skipped; NaN would spread."""
     topology = afd_ops.Topology(1, 2, 4)
-    with harness.serving(topology) as (window,):
-        x, ids, weights, base = random_step(topology, 8)
+    with harness.serving(topology, **sizes) as (window,):
+        x, ids, weights, base = random_step(topology, 8, **sizes)
         ids[3:] = -1
         x[3:], weights[3:] = float("nan"), float("nan")
         out = harness.remote(window, 0)(x, ids, weights, base)
         assert torch.equal(out[3:], base[3:])
-        assert torch.equal(out[:3], expected(topology, x[:3], ids[:3], weights[:3], base[:3]))
+        assert torch.equal(out[:3], expected(topology, x[:3], ids[:3], weights[:3], base[:3], sizes["dtype"]))
+
+
+def received(window: afd_ops.Window, peer: afd_ops.Window, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as a single expert gets it: rows and scales."""
+    ones = torch.ones(len(x), 1, device=x.device)
+    module, port = harness.remote(window), peer.port()
+    ticket = module.dispatch(x, ones.int() - 1, ones)
+    harness.synchronize()
+    item = torch.ops.afd.arrive(port, peer.id)
+    rows, scales, _ = torch.ops.afd.receive(item, port, peer.id, len(x))
+    torch.ops.afd.reply(afd_ops.dequantize(rows, scales), item, port, peer.id)
+    harness.synchronize()
+    module.combine(ticket, x)
+    return rows.to(x.device), scales.to(x.device)
+
+
+@pytest.mark.parametrize("hidden", [128, 384, 7168])
+def test_float8_rows_and_scales_are_the_oracles_bit_for_bit(hidden: int, seed: int) -> None:
+    """Any bfloat16 at all: normal blocks, every magnitude in one block, zeros, the least and the largest, inf, NaN."""
+    with harness.windows(afd_ops.Topology(1, 1, 1), **{**FLOAT8, "hidden": hidden, "topk": 1, "tokens": 64}) as windows:
+        x = torch.randn(64, hidden).bfloat16()
+        x[16:32] *= torch.exp2(torch.randint(-12, 12, (16, hidden)).float()).bfloat16()
+        x[32:48] = torch.randint(-(2**15), 2**15, (16, hidden)).to(torch.int16).view(torch.bfloat16)
+        x[48:56, ::3] = x[32:40, ::3].nan_to_num()
+        x[56:60] = torch.tensor([[0.0], [-0.0], [9.2e-41], [3.3895e38]])
+        x[60, 5], x[61, 127], x[62, 0] = float("inf"), float("-inf"), float("nan")
+        x = x.to(harness.DEVICE)
+        rows, scales = received(*windows, x)
+        want = quantize(x.cpu())
+        # Of a NaN the sign is nobody's promise.
+        nan = want[0].float().isnan()
+        assert torch.equal(rows.cpu().float().isnan(), nan)
+        assert torch.equal(rows.cpu().view(torch.uint8)[~nan], want[0].view(torch.uint8)[~nan])
+        torch.testing.assert_close(scales.cpu(), want[1], rtol=0, atol=0, equal_nan=True)
+        back = afd_ops.dequantize(rows, scales).cpu()
+        assert torch.equal(back[56:58], torch.zeros(2, hidden))
+        assert back[60:63, :128].isnan().all() and not back[60:63, 128:].isnan().any()
+
+
+def test_float8_is_as_close_as_three_bits_of_mantissa_are(seed: int) -> None:
+    with harness.windows(afd_ops.Topology(1, 1, 1), **{**FLOAT8, "topk": 1, "tokens": 512}) as windows:
+        x = (torch.randn(512, 256) * torch.exp2(torch.randint(-9, 9, (512, 256)).float())).bfloat16()
+        x = x.to(harness.DEVICE)
+        error = (afd_ops.dequantize(*received(*windows, x), torch.float32) - x.float()).abs()
+        amax = x.float().abs().unflatten(1, (-1, 128)).amax(2).repeat_interleave(128, 1)
+        # Half a step: 2^-4 of a normal element, half of 2^-9 of 1 / 448 of a block's largest below that.
+        assert (error <= x.float().abs() * 2**-4 * 1.0001 + amax * (2**-10 / 448)).all()
+        assert error.max() > 0
+
+
+def test_float8_rows_are_dequantised_for_the_grouped_gemm(seed: int) -> None:
+    topology = afd_ops.Topology(1, 2, 4)
+    gate_up, down = torch.randn(4, 2 * 32, 256) / 16, torch.randn(4, 256, 32) / 6
+    x, *rest = random_step(topology, 16, **FLOAT8)
+    step, outs = (torch.randn_like(x), *rest), []
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        with harness.windows(topology, **{**FLOAT8, "dtype": dtype}) as (window, *ffn):
+            module = harness.remote(window)
+            ticket = module.dispatch(*step[:3])
+            harness.synchronize()
+            for peer in ffn:
+                owned, device = topology.experts_of(peer.role_rank), peer.heap.device
+                weights = [w[owned].to(device, torch.bfloat16) for w in (gate_up, down)]
+                experts = afd_ops.GroupedSwiGLU(weights[:1], weights[1:], limit=10.0)
+                assert afd_ops.ExpertServer(peer, experts).step() == 1
+            harness.synchronize()
+            outs.append(module.combine(ticket, torch.zeros_like(x)).float())
+    error = (outs[0] - outs[1]).norm() / outs[1].norm()
+    assert 0 < error < 0.05
 
 
 @pytest.mark.parametrize("width", [torch.int32, torch.int64])
@@ -208,16 +281,17 @@ def _steps(
         for turn in range(turns):
             step = random_step(topology, int(torch.randint(0, sizes["tokens"] + 1, ())), **sizes)
             out = harness.remote(window, turn)(*step)
-            assert torch.equal(out, expected(topology, *step)), turn
+            assert torch.equal(out, expected(topology, *step, sizes["dtype"])), turn
         harness.synchronize()  # an empty step compares without waiting for its kernels
         return window.stats()
 
 
 @pytest.mark.parametrize(("attention", "ffn"), [(1, 1), (1, 3), (3, 1), (3, 2), (2, 2)])
-def test_between_processes(attention: int, ffn: int, seed: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_between_processes(attention: int, ffn: int, dtype: torch.dtype, seed: int) -> None:
     """Over shared memory on CPU, over NVSHMEM on GPUs (with more ranks than GPUs, several processes share one)."""
     topology = afd_ops.Topology(attention, ffn, 5)
     turns = 60
-    stats = harness.run_processes(topology, _steps, turns, seed, dtype=torch.bfloat16)
+    stats = harness.run_processes(topology, _steps, turns, seed, hidden=128, dtype=dtype)
     assert [s["dispatches"] for s in stats] == [turns] * attention + [0] * ffn
     assert sum(s["replies"] for s in stats) == turns * attention * ffn

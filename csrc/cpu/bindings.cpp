@@ -97,12 +97,12 @@ std::tuple<Tensor, Tensor, Tensor> receive_cpu(const Tensor& item, Tensor port, 
   check_item(c, Op::receive, item);
   Item it = read_item(c, Op::receive, ints(item));
   if (rows < it.rows) raise(Kind::Argument, Op::receive, "rows is ", rows, ", but the item has ", it.rows, " rows");
-  Tensor out = torch::stable::new_empty(item, {rows, c.geometry.hidden}, payload_type(c.geometry));
-  Tensor scales = torch::stable::new_empty(item, {0}, ScalarType::Float);
+  Tensor out = torch::stable::new_empty(item, {rows, c.geometry.hidden}, scalar_type(c.geometry.dtype));
+  Tensor scales = new_scales(item, c.geometry, rows);
   Tensor offsets = torch::stable::new_empty(item, {c.local_experts()}, ScalarType::Int);
-  use_large_pages(out.mutable_data_ptr(), rows * c.geometry.hidden * itemsize(c.geometry.dtype));
+  use_large_pages(out.mutable_data_ptr(), rows * payload_row(c.geometry));
   item_offsets(c, it, ints(offsets));
-  receive(c, it, static_cast<char*>(out.mutable_data_ptr()));
+  receive(c, it, static_cast<char*>(out.mutable_data_ptr()), static_cast<float*>(scales.mutable_data_ptr()));
   return {out, scales, offsets};
 }
 

@@ -93,7 +93,7 @@ void combine(Control& c, const Ticket& k, const int32_t* masks, int64_t tokens, 
   std::vector<float> acc(g.hidden);
   visit(base_type, [&](auto b) {
     using Base = decltype(b);
-    visit(g.dtype, [&](auto w) {
+    visit(wide_dtype(g.dtype), [&](auto w) {
       using Payload = decltype(w);
       const auto* in = static_cast<const Base*>(base.data);
       auto* sum = static_cast<Base*>(out);

@@ -1,10 +1,12 @@
 // dispatch: rows of x to the F ranks that need them, and the plan that explains them.
-//   moves    T x H elements once per (token, F rank) that needs it; T x topk x 12 bytes of plan per F rank
+//   moves    T x H elements once per (token, F rank) that needs it, T x topk x 12 bytes of plan per F rank
+//   casts    a row once, before its copies, where the payload is narrower than x
 //   order    rows, plan, header; then every flag (release)
 //   waits    never
 //   fails    an id out of range, no free ring, a peer that ended: raises, nothing written
 #include <cstring>
 
+#include "convert.h"
 #include "kernels.h"
 #include "peers.h"
 
@@ -36,15 +38,25 @@ void dispatch(Control& c, Port port, Rows x, const Ids& ids, const Weights& weig
   }
   plan(ids, tokens, g.topk, c.expert_map, g.ffn_size, position.data(), counts.data(), masks, width);
 
-  const int64_t row_bytes = g.hidden * itemsize(g.dtype), stride = x.stride * itemsize(g.dtype);
+  const int64_t row_bytes = payload_row(g), stride = x.stride * itemsize(wide_dtype(g.dtype));
+  const int64_t scales_each = scales_per_row(g);
+  std::vector<uint8_t> cast(scales_each > 0 ? row_bytes : 0);
+  std::vector<float> scales(scales_each);
   const char* row = static_cast<const char*>(x.data);
   std::vector<int64_t> rows(g.ffn_size, 0);
-  for (int64_t t = 0; t < tokens; ++t, row += stride)
+  for (int64_t t = 0; t < tokens; ++t, row += stride) {
+    const void* payload = scales_each > 0 ? nullptr : row;
     for (int64_t f = 0; f < g.ffn_size; ++f)
       if (in_mask(masks + t * width, f) && position[f] != nullptr) {
-        std::memcpy(slot[f].payload + t * row_bytes, row, row_bytes);
+        if (payload == nullptr) {
+          quantize(cast.data(), scales.data(), reinterpret_cast<const uint16_t*>(row), g.hidden);
+          payload = cast.data();
+        }
+        std::memcpy(slot[f].payload + t * row_bytes, payload, row_bytes);
+        if (scales_each > 0) std::memcpy(slot[f].scale + t * scales_each, scales.data(), scales_each * sizeof(float));
         ++rows[f];
       }
+  }
 
   for (int64_t f = 0; f < g.ffn_size; ++f) {
     if (position[f] == nullptr) continue;
@@ -58,7 +70,7 @@ void dispatch(Control& c, Port port, Rows x, const Ids& ids, const Weights& weig
     const int64_t plan_bytes =
         routed > 0 ? tokens * g.topk * static_cast<int64_t>(sizeof(Position) + sizeof(float)) : 0;
     const int64_t header_bytes = static_cast<int64_t>(sizeof(SlotHeader)) + 4 * g.local_experts;
-    count(c.bytes_sent[f], header_bytes + plan_bytes + rows[f] * row_bytes);
+    count(c.bytes_sent[f], header_bytes + plan_bytes + rows[f] * (row_bytes + 4 * scales_each));
   }
 
   ticket[kTicketGeneration] = c.generation;

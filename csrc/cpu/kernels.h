@@ -93,9 +93,10 @@ inline bool position_ok(const Control& c, const ItemSlot& s, const Position& p) 
 // The slot broke the protocol: its region is closed.
 void bad_position(Control& c, Op op, ItemSlot& s, int32_t layer, const Position& p);
 
-// rows: [item.rows, hidden] of the payload's type.
-void receive(Control& c, Item& item, char* rows);
+// rows: [item.rows, hidden] of the payload's dtype; scales: [item.rows, scales_per_row].
+void receive(Control& c, Item& item, char* rows, float* scales);
 
+// expert_out: of the wide dtype.
 void reply(Control& c, Item& item, Rows expert_out);
 
 }  // namespace afd

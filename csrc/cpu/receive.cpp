@@ -1,5 +1,5 @@
 // receive: the chosen tokens in local-expert order.
-//   moves    one row per (token, choice) of the item, out of the window
+//   moves    one row and its scales per (token, choice) of the item, out of the window
 //   order    after arrive's acquire of the flags; the slots stay ours until reply
 //   waits    never
 //   fails    a position outside what the header announced: that region is closed, the others are served on
@@ -10,9 +10,9 @@
 
 namespace afd {
 
-void receive(Control& c, Item& item, char* rows) {
+void receive(Control& c, Item& item, char* rows, float* scales) {
   const Geometry& g = c.geometry;
-  const int64_t row_bytes = g.hidden * itemsize(g.dtype);
+  const int64_t row_bytes = payload_row(g), scales_each = scales_per_row(g);
   std::vector<int32_t> next(c.local_experts());  // choices of an expert are numbered as they come: no row is left out
   for (ItemSlot& s : item.slots) {
     const Taken& taken = c.taken[s.slot];
@@ -27,8 +27,10 @@ void receive(Control& c, Item& item, char* rows) {
         bad_position(c, Op::receive, s, item.layer, p);
       } else if (p.expert >= 0) {
         ++placed;
-        std::memcpy(rows + static_cast<int64_t>(first[p.expert] + p.rank) * row_bytes,
-                    slot.payload + n / g.topk * row_bytes, row_bytes);
+        const int64_t row = first[p.expert] + p.rank, token = n / g.topk;
+        std::memcpy(rows + row * row_bytes, slot.payload + token * row_bytes, row_bytes);
+        if (scales_each > 0)
+          std::memcpy(scales + row * scales_each, slot.scale + token * scales_each, scales_each * sizeof(float));
       }
     }
     if (s.live && placed != taken.routed) bad_position(c, Op::receive, s, item.layer, {-1, -1});

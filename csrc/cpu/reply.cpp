@@ -66,11 +66,11 @@ void reply(Control& c, Item& item, Rows expert_out) {
     const int64_t reply_slot = c.slot(c.role_rank, s.stage, s.ring);
     const Slot from(c.window, c.layout, s.slot), to(c.peer[s.region], c.layout, reply_slot);
     int64_t rows = 0;
-    visit(g.dtype, [&](auto v) { rows = sum_rows<decltype(v)>(c, expert_out, item.layer, s, from, to); });
+    visit(wide_dtype(g.dtype), [&](auto v) { rows = sum_rows<decltype(v)>(c, expert_out, item.layer, s, from, to); });
     if (!s.live) continue;
     *to.header = {
         kHeaderMagic, kWireVersion, c.generation, item.layer, taken.num_tokens, 0, s.sequence, taken.routed, 0};
-    count(c.bytes_sent[s.region], static_cast<int64_t>(sizeof(SlotHeader)) + rows * g.hidden * itemsize(g.dtype));
+    count(c.bytes_sent[s.region], static_cast<int64_t>(sizeof(SlotHeader)) + rows * wide_row(g));
     count(c.counters[k_replies], 1);
     flag(c.window, c.layout, s.slot).store(kEmpty, std::memory_order_release);
     c.taken[s.slot].sequence = -1;

@@ -117,8 +117,8 @@ std::tuple<Tensor, Tensor, Tensor> receive_cuda(const Tensor& item, Tensor port,
   entry.check_device(Op::receive, "item", item);
   check_item(entry.host(), Op::receive, item);
   if (rows < 0) raise(Kind::Argument, Op::receive, "rows is ", rows, ", expected at least 0");
-  Tensor out = torch::stable::new_empty(item, {rows, g.hidden}, payload_type(g));
-  Tensor scales = torch::stable::new_empty(item, {0}, ScalarType::Float);
+  Tensor out = torch::stable::new_empty(item, {rows, g.hidden}, scalar_type(g.dtype));
+  Tensor scales = new_scales(item, g, rows);
   Tensor offsets = torch::stable::new_empty(item, {entry.host().local_experts()}, ScalarType::Int);
   launch_receive(entry.device(), ints(item), static_cast<char*>(out.mutable_data_ptr()), rows, ints(offsets),
                  stream_of(item));

@@ -195,8 +195,8 @@ class RoundTrip {
     std::memset(in.data(), 0, in.size());
     attacked(Op::receive, [&] {
       Item item = read_item(c, Op::receive, words.data());
-      receive(c, item, in.data());
-      run_experts(c, item, in.data(), out.data());
+      receive(c, item, in.data(), nullptr);
+      run_experts(c, item, in.data(), nullptr, out.data());
     });
     attacked(Op::reply, [&] {
       Item item = read_item(c, Op::reply, words.data());

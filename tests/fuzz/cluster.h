@@ -5,6 +5,7 @@
 #pragma once
 
 #include <sys/mman.h>
+#include <torch/headeronly/util/Float8_e4m3fn.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -97,7 +98,8 @@ inline std::vector<Interval> gaps_of(const Control& c) {
     field(slot, static_cast<int64_t>(sizeof(SlotHeader)) + 4 * g.local_experts);
     field(slot + l.position, g.tokens * g.topk * static_cast<int64_t>(sizeof(Position)));
     field(slot + l.weight, g.tokens * g.topk * 4);
-    field(slot + l.payload, g.tokens * g.hidden * itemsize(g.dtype));
+    field(slot + l.scale, g.tokens * scales_per_row(g) * 4);
+    field(slot + l.payload, g.tokens * wide_row(g));
   }
   for (int64_t p = 0; p < c.peers; ++p) field(l.sticky + p * kWordStride, 4);
   std::sort(fields.begin(), fields.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
@@ -105,7 +107,7 @@ inline std::vector<Interval> gaps_of(const Control& c) {
   int64_t end = 0;
   for (const Interval& f : fields) {
     if (f.begin > end) gaps.push_back({end, f.begin});
-    end = f.end;
+    end = std::max(end, f.end);  // a field of no bytes begins where the next does
   }
   const int64_t bytes = window_bytes(l, c.peers);
   if (bytes > end) gaps.push_back({end, bytes});
@@ -215,6 +217,7 @@ inline float expert(int64_t index, float value) {
 
 // One element of a payload, a base or a result.
 inline float load(int64_t type, const void* data, int64_t i) {
+  if (type == k_float8_e4m3fn) return static_cast<const c10::Float8_e4m3fn*>(data)[i];
   float value = 0;
   visit(type, [&](auto v) { value = static_cast<float>(static_cast<const decltype(v)*>(data)[i]); });
   return value;
@@ -230,14 +233,17 @@ inline float rounded(int64_t type, float value) {
   return load(type, &stored, 0);
 }
 
-// What an F rank computes between receive and reply: rows to out, local expert by local expert.
-inline void run_experts(const Control& c, const Item& item, const char* rows, char* out) {
+// What an F rank computes between receive and reply: rows (and scales) to out, local expert by local expert.
+inline void run_experts(const Control& c, const Item& item, const char* rows, const float* scales, char* out) {
   const Geometry& g = c.geometry;
+  const int64_t wide = wide_dtype(g.dtype);
   std::vector<int32_t> offsets(c.local_experts());
   item_offsets(c, item, offsets.data());
   for (int64_t e = 0, i = 0; e < c.local_experts(); ++e)
-    for (; i < offsets[e] * g.hidden; ++i)
-      store(g.dtype, out, i, expert(c.role_rank * g.local_experts + e, load(g.dtype, rows, i)));
+    for (; i < offsets[e] * g.hidden; ++i) {
+      const float scale = scales_per_row(g) > 0 ? scales[i / kScaleBlock] : 1.0f;
+      store(wide, out, i, expert(c.role_rank * g.local_experts + e, load(g.dtype, rows, i) * scale));
+    }
 }
 
 // One dispatch of an honest A rank with all its arguments, and its combine.
@@ -253,16 +259,17 @@ struct Step {
   Step(const Geometry& g, Random& random, int32_t stage) {
     port = {random.within(0, 1), stage};
     tokens = random.within(0, 3) == 0 ? 0 : random.within(1, static_cast<int32_t>(g.tokens));
-    base_type = random.within(0, 1) ? k_float32 : static_cast<DType>(g.dtype);
+    base_type = random.within(0, 1) ? k_float32 : static_cast<DType>(wide_dtype(g.dtype));
     for (int64_t i = 0; i < tokens * g.topk; ++i) {
       ids.push_back(random.within(-1, static_cast<int32_t>(g.num_experts) - 1));
       weights.push_back(static_cast<float>(random.within(0, 2)));
     }
     for (int64_t i = 0; i < tokens * g.hidden; ++i) {
-      x.push_back(static_cast<float>(random.within(-3, 3)));
+      // A block whose largest element is 7 is quantised by a power of two, without loss.
+      x.push_back(static_cast<float>(scales_per_row(g) > 0 && i % kScaleBlock == 0 ? 7 : random.within(-3, 3)));
       base.push_back(static_cast<float>(random.within(-3, 3)));
     }
-    x_bytes = bytes_of(x, g.dtype);
+    x_bytes = bytes_of(x, wide_dtype(g.dtype));
     base_bytes = bytes_of(base, base_type);
   }
 

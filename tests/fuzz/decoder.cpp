@@ -30,7 +30,7 @@
 namespace afd::fuzz {
 namespace {
 
-// What can be written, and what with. `minus_one` is NaN in a weight or a payload.
+// What can be written, and what with. `minus_one` is NaN in a weight, a scale or a payload.
 #define FUZZ_FIELDS(X) \
   X(magic)             \
   X(version)           \
@@ -45,6 +45,7 @@ namespace {
   X(expert)            \
   X(rank)              \
   X(weight)            \
+  X(scale)             \
   X(payload)           \
   X(flag)              \
   X(sticky)
@@ -132,8 +133,8 @@ Geometry read_geometry(Program& p) {
   g.depth = 1 + p.next(3);
   g.tokens = 1 + p.next(4);
   g.topk = 1 + p.next(3);
-  g.dtype = p.next(3);
-  g.hidden = (1 + p.next(2)) * 16 / itemsize(g.dtype);
+  g.dtype = p.next(4);
+  g.hidden = (1 + p.next(2)) * (wide_dtype(g.dtype) != g.dtype ? kScaleBlock : 16 / itemsize(g.dtype));
   return g;
 }
 
@@ -208,7 +209,7 @@ struct Work {
   std::vector<int32_t> item;
   std::vector<TakenSlot> slots;
   int64_t rows = 0;
-  std::unique_ptr<Guarded> in, out;
+  std::unique_ptr<Guarded> in, scales, out;
 };
 
 class Run {
@@ -312,9 +313,14 @@ class Run {
       }
       case What::weight:
         return put(reinterpret_cast<int32_t*>(slot.weight)[choice], g.tokens);
+      case What::scale:
+        if (scales_per_row(g) == 0) return;
+        return put(reinterpret_cast<int32_t*>(slot.scale)[w.index % (g.tokens * scales_per_row(g))], g.tokens);
       case What::payload: {
         const int64_t element = w.index % (g.tokens * g.hidden);
-        if (itemsize(g.dtype) == 2) return put(reinterpret_cast<int16_t*>(slot.payload)[element], g.tokens);
+        const int64_t size = itemsize(c.role == kFfn ? g.dtype : wide_dtype(g.dtype));
+        if (size == 1) return put(reinterpret_cast<int8_t*>(slot.payload)[element], g.tokens);
+        if (size == 2) return put(reinterpret_cast<int16_t*>(slot.payload)[element], g.tokens);
         return put(reinterpret_cast<int32_t*>(slot.payload)[element], g.tokens);
       }
       case What::flag:
@@ -568,22 +574,26 @@ class Run {
   void receive(Rank& f, Work& work) {
     Control& c = f.c;
     const Geometry& g = c.geometry;
-    const int64_t row_bytes = g.hidden * itemsize(g.dtype);
+    const int64_t row_bytes = payload_row(g), scale_bytes = 4 * scales_per_row(g);
     const std::vector<int32_t> alive_before(c.region, c.region + c.peers);
     work.in = std::make_unique<Guarded>(work.rows * row_bytes);
-    work.out = std::make_unique<Guarded>(work.rows * row_bytes);
+    work.scales = std::make_unique<Guarded>(work.rows * scale_bytes);
+    work.out = std::make_unique<Guarded>(work.rows * wide_row(g));
     std::memset(work.in->data(), 0xFF, work.in->size());
+    std::memset(work.scales->data(), 0xFF, work.scales->size());
+    auto* scales = reinterpret_cast<float*>(work.scales->data());
     never_raises("receive", c, [&] {
       Item item = read_item(c, Op::receive, work.item.data());
       if (item.rows != work.rows) wrong("the item has ", item.rows, " rows now, had ", work.rows);
-      afd::receive(c, item, work.in->data());
-      run_experts(c, item, work.in->data(), work.out->data());
+      afd::receive(c, item, work.in->data(), scales);
+      run_experts(c, item, work.in->data(), scales, work.out->data());
     });
 
     check_closed(c, alive_before, work, [&](const TakenSlot& s, const ErrorRecord& r) {
       return positions(c, s) != Positions::good && is(r, bit(Field::position) | bit(Field::counts));
     });
     std::vector<char> rows(work.rows * row_bytes, static_cast<char>(0xFF));
+    std::vector<char> factors(work.rows * scale_bytes, static_cast<char>(0xFF));
     for (const TakenSlot& s : work.slots) {
       if (alive_before[s.region] != kAlive) continue;
       const Positions worth = positions(c, s);
@@ -594,14 +604,19 @@ class Run {
       for (int64_t n = 0; s.routed > 0 && n < s.tokens * g.topk; ++n) {
         const Position& p = wire.position[n];
         if (closed || p.expert < 0) continue;
-        std::memcpy(rows.data() + (s.first[p.expert] + p.rank) * row_bytes, wire.payload + n / g.topk * row_bytes,
-                    row_bytes);
+        const int64_t row = s.first[p.expert] + p.rank, token = n / g.topk;
+        std::copy_n(wire.payload + token * row_bytes, row_bytes, rows.begin() + row * row_bytes);
+        std::copy_n(reinterpret_cast<char*>(wire.scale) + token * scale_bytes, scale_bytes,
+                    factors.begin() + row * scale_bytes);
       }
     }
     for (const TakenSlot& s : work.slots) {  // a closed slot's rows are nobody's
+      const auto same_bytes = [&s](const std::vector<char>& sent, const Guarded& got, int64_t each, int64_t e) {
+        return std::equal(sent.begin() + s.first[e] * each, sent.begin() + (s.first[e] + s.counts[e]) * each,
+                          got.data() + s.first[e] * each);
+      };
       for (int64_t e = 0; c.region[s.region] == kAlive && e < c.local_experts(); ++e)
-        if (s.counts[e] > 0 && std::memcmp(rows.data() + s.first[e] * row_bytes,
-                                           work.in->data() + s.first[e] * row_bytes, s.counts[e] * row_bytes) != 0)
+        if (!same_bytes(rows, *work.in, row_bytes, e) || !same_bytes(factors, *work.scales, scale_bytes, e))
           wrong("rows of slot ", s.index, ", expert ", e, " are not what it sent");
     }
     only_allowed_changes();
@@ -620,7 +635,7 @@ class Run {
       allow_flag(c, s.index);
       allow_flag(a, s.reply);
       allow(a, to.header, sizeof(SlotHeader));
-      allow(a, to.payload, s.tokens * g.hidden * itemsize(g.dtype));
+      allow(a, to.payload, s.tokens * wide_row(g));
     }
     const int64_t deadline = c.deadline_ns;
     if (late) c.deadline_ns = -1;
@@ -657,6 +672,7 @@ class Run {
   void check_reply(const Control& c, const Control& a, const TakenSlot& s, const Work& work) {
     const Geometry& g = c.geometry;
     const Slot from(c.window, c.layout, s.index), to(a.window, a.layout, s.reply);
+    const int64_t wide = wide_dtype(g.dtype);
     const SlotHeader right{kHeaderMagic, kWireVersion, kGeneration, s.layer, s.tokens, 0, s.sequence, s.routed, 0};
     if (std::memcmp(&right, to.header, sizeof(right)) != 0) wrong("the header of the reply to slot ", s.index);
     for (int64_t i = 0; s.routed > 0 && i < s.tokens * g.hidden; ++i) {
@@ -667,9 +683,9 @@ class Run {
         const Position& p = from.position[n];
         if (p.expert < 0) continue;
         any = true;
-        sum += from.weight[n] * load(g.dtype, work.out->data(), (s.first[p.expert] + p.rank) * g.hidden + h);
+        sum += from.weight[n] * load(wide, work.out->data(), (s.first[p.expert] + p.rank) * g.hidden + h);
       }
-      if (any && !same(rounded(g.dtype, sum), load(g.dtype, to.payload, i))) wrong("row ", t, " of slot ", s.index);
+      if (any && !same(rounded(wide, sum), load(wide, to.payload, i))) wrong("row ", t, " of slot ", s.index);
     }
   }
 
@@ -829,7 +845,7 @@ class Run {
       float sum = load(step.base_type, step.base_bytes.data(), i);
       for (int32_t f = 0; f < c.peers; ++f)
         if (in_mask(step.masks(g) + i / g.hidden * ticket_width(g.ffn_size), f))
-          sum += load(g.dtype, Slot(c.window, c.layout, slot[f]).payload, i);
+          sum += load(wide_dtype(g.dtype), Slot(c.window, c.layout, slot[f]).payload, i);
       if (!same(rounded(step.base_type, sum), load(step.base_type, step.out.data(), i)))
         wrong("element ", i, " of attention ", c.role_rank, "'s sum");
     }

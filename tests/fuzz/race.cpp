@@ -65,8 +65,8 @@ void serve(Control& c) {
       Item item = read_item(c, Op::receive, words.data());
       in.resize(item.rows * c.geometry.hidden * itemsize(c.geometry.dtype));
       out.resize(in.size());
-      receive(c, item, in.data());
-      run_experts(c, item, in.data(), out.data());
+      receive(c, item, in.data(), nullptr);
+      run_experts(c, item, in.data(), nullptr, out.data());
       item = read_item(c, Op::reply, words.data());
       reply(c, item, {out.data(), item.rows, c.geometry.hidden});
     }
