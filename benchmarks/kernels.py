@@ -1,6 +1,6 @@
 """Each kernel of the round trip alone, with nothing to wait for: where the time of benchmarks/round_trip.py goes.
 
-    python benchmarks/kernels.py [--tokens 1,16,128,1024] [--hidden 7168]
+    python benchmarks/kernels.py [--tokens 1,16,128,1024] [--hidden 7168] [--dtype bfloat16,float8_e4m3fn]
 
 One process, attention on cuda:0 and FFN on cuda:1 by peer access. COUNT dispatches go into COUNT rings; then the FFN
 side answers them all; then all are combined. Times are per kernel, from the profiler, in a replayed graph.
@@ -19,7 +19,7 @@ import afd_ops
 EXPERTS, TOPK, COUNT = 32, 8, 64
 
 
-def kernels(tokens: int, hidden: int) -> dict[str, float]:
+def kernels(tokens: int, hidden: int, dtype: torch.dtype) -> dict[str, float]:
     """Mean microseconds by kernel name."""
     topology = afd_ops.Topology(1, 1, EXPERTS)
     a, f = afd_ops.open_local(
@@ -28,20 +28,22 @@ def kernels(tokens: int, hidden: int) -> dict[str, float]:
         hidden=hidden,
         topk=TOPK,
         tokens=tokens,
+        dtype=dtype,
         depth=COUNT,
         rows=tokens * TOPK,
         poll_interval=5.0,
         deadline=20.0,
     )
     experts, port = afd_ops.RemoteExperts(0).to("cuda:0").attach(a), f.port()
-    x = torch.randn(tokens, hidden, device="cuda:0").bfloat16()
+    x = torch.randn(tokens, hidden, device="cuda:0").to(a.wide_dtype)
+    zeros = torch.zeros(tokens * TOPK, hidden, dtype=a.wide_dtype, device="cuda:1")
     ids = torch.stack([torch.randperm(EXPERTS, device="cuda:0")[:TOPK] for _ in range(tokens)]).int()
     weights = torch.rand(tokens, TOPK, device="cuda:0")
 
     def answer() -> None:
         item = torch.ops.afd.arrive(port, f.id)
         rows, _, _ = torch.ops.afd.receive(item, port, f.id, tokens * TOPK)
-        torch.ops.afd.reply(rows, item, port, f.id)
+        torch.ops.afd.reply(rows if dtype == a.wide_dtype else zeros, item, port, f.id)
 
     send, take, serve = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.inference_mode():
@@ -82,10 +84,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tokens", default="1,16,128,1024")
     parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--dtype", default="bfloat16,float8_e4m3fn")
     args = parser.parse_args()
     for tokens in map(int, args.tokens.split(",")):
-        times = kernels(tokens, args.hidden)
-        print(f"T={tokens:5d}  " + "  ".join(f"{name} {us:.1f}" for name, us in times.items()), flush=True)
+        for dtype in args.dtype.split(","):
+            times = kernels(tokens, args.hidden, getattr(torch, dtype))
+            found = "  ".join(f"{name} {us:.1f}" for name, us in times.items())
+            print(f"T={tokens:5d}  {dtype:13s}  {found}", flush=True)
 
 
 if __name__ == "__main__":

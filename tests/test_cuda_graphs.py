@@ -68,6 +68,8 @@ def device_experts(window: afd_ops.Window) -> afd_ops.Experts:
     owned = torch.tensor(window.topology.experts_of(window.role_rank), device=device)
 
     def experts(rows: Tensor, scales: Tensor, offsets: Tensor, layer: Any) -> Tensor:
+        if rows.dtype == torch.float8_e4m3fn:
+            rows = afd_ops.dequantize(rows, scales)
         place = torch.arange(rows.shape[0], dtype=torch.int32, device=device)
         local = torch.searchsorted(offsets, place, right=True).clamp(max=owned.shape[0] - 1)
         index = owned[local].unsqueeze(1)
@@ -75,10 +77,11 @@ def device_experts(window: afd_ops.Window) -> afd_ops.Experts:
 
     layers = (1, torch.ones((), dtype=torch.int32, device=device))
     for count in (1, 2, 3, 4, 5, 8, 33, 256, 400, 512):
-        rows = torch.ones(count, window.geometry.hidden, dtype=window.dtype, device=device)
+        rows = torch.ones(count, window.geometry.hidden, device=device).to(window.dtype)
+        scales = torch.ones(count, window.geometry.hidden // _C.SCALE_BLOCK, device=device)
         offsets = torch.full((owned.shape[0],), count, dtype=torch.int32, device=device)
         for layer in layers:
-            assert experts(rows, rows, offsets, layer).dtype == window.dtype
+            assert experts(rows, scales, offsets, layer).dtype == window.wide_dtype
     torch.cuda.synchronize(device)
     return experts
 
@@ -90,11 +93,14 @@ def inputs(window: afd_ops.Window, turns: int, count: int) -> list[Tensor]:
     def integers(low: int, high: int, columns: int) -> Tensor:
         return torch.randint(low, high, (turns, count, columns), device=device)
 
+    x = integers(-3, 4, g.hidden)
+    if window.dtype == torch.float8_e4m3fn:
+        x[..., :: _C.SCALE_BLOCK] = 7  # a block whose largest element is 7 is quantised without loss
     return [
-        integers(-3, 4, g.hidden).to(window.dtype),
+        x.to(window.wide_dtype),
         integers(-1, g.num_experts, g.topk),
         integers(0, 3, g.topk).float(),
-        integers(-3, 4, g.hidden).to(window.dtype),
+        integers(-3, 4, g.hidden).to(window.wide_dtype),
     ]
 
 
@@ -310,10 +316,13 @@ def nans_like(t: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("count", [FUSED, SPLIT])
-def test_a_captured_attention_half_is_exact_on_fresh_inputs(placement: None, count: int, seed: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_captured_attention_half_is_exact_on_fresh_inputs(
+    placement: None, dtype: torch.dtype, count: int, seed: int
+) -> None:
     """faults: a replay that sees the data, the sequence or the flag of the one before; on one GPU, waiting kernels that
     leave no room for the work they wait for."""
-    with cluster(afd_ops.Topology(1, 2, 7)) as ready:
+    with cluster(afd_ops.Topology(1, 2, 7), dtype=dtype) as ready:
         (window,) = ready.attention
         captured, before = Captured(window, count, layer=2), window.stats()
         steps = inputs(window, TURNS, count)
@@ -403,11 +412,14 @@ def test_two_stages_are_captured_on_two_streams(how: str, count: int, seed: int)
 
 
 @pytest.mark.parametrize("count", [FUSED, SPLIT])
-def test_a_captured_ffn_half_launched_ahead_serves_a_captured_attention_half(count: int, seed: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_captured_ffn_half_launched_ahead_serves_a_captured_attention_half(
+    dtype: torch.dtype, count: int, seed: int
+) -> None:
     """No host in the loop: arrive, receive into a fixed bucket, experts by offsets on the device and reply are nodes of
     one graph, launched before anything was sent; the next generation is served by the same graphs."""
     ahead, rounds = 16, 5
-    with cluster(afd_ops.Topology(1, 1, 7), threads=False, poll_interval=5.0) as ready:
+    with cluster(afd_ops.Topology(1, 1, 7), threads=False, poll_interval=5.0, dtype=dtype) as ready:
         (window,), (ffn,), (server,), (stream,) = ready.attention, ready.ffn, ready.servers, ready.streams
         bucket = ffn.geometry.tokens * ffn.geometry.topk
         graph = torch.cuda.CUDAGraph()

@@ -120,8 +120,8 @@ std::tuple<Tensor, Tensor, Tensor> receive_cuda(const Tensor& item, Tensor port,
   Tensor out = torch::stable::new_empty(item, {rows, g.hidden}, scalar_type(g.dtype));
   Tensor scales = new_scales(item, g, rows);
   Tensor offsets = torch::stable::new_empty(item, {entry.host().local_experts()}, ScalarType::Int);
-  launch_receive(entry.device(), ints(item), static_cast<char*>(out.mutable_data_ptr()), rows, ints(offsets),
-                 stream_of(item));
+  launch_receive(entry.device(), ints(item), static_cast<char*>(out.mutable_data_ptr()),
+                 static_cast<float*>(scales.mutable_data_ptr()), rows, ints(offsets), stream_of(item));
   entry.launched();
   return {out, scales, offsets};
 }

@@ -263,7 +263,7 @@ void launch_combine(const DeviceControl& c, const int32_t* ticket, DeviceRows ba
   const int64_t tokens = base.count;
   const bool fused = tokens <= kFusedTokens;
   if (!fused) await_kernel<<<1, 32, 0, stream>>>(c, ticket, port, tokens);
-  visit(c.geometry.dtype, [&](auto payload) {
+  visit(wide_dtype(c.geometry.dtype), [&](auto payload) {
     visit(base_type, [&](auto b) {
       using Payload = decltype(payload);
       using Base = decltype(b);

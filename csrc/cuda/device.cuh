@@ -125,6 +125,7 @@ struct DeviceSlot {
   int32_t* counts;
   Position* position;
   float* weight;
+  float* scale;
   char* payload;
   __device__ DeviceSlot(char* window, const Layout& l, int64_t index) {
     char* base = window + l.slots + index * l.slot_bytes;
@@ -132,6 +133,7 @@ struct DeviceSlot {
     counts = reinterpret_cast<int32_t*>(base + sizeof(SlotHeader));
     position = reinterpret_cast<Position*>(base + l.position);
     weight = reinterpret_cast<float*>(base + l.weight);
+    scale = reinterpret_cast<float*>(base + l.scale);
     payload = base + l.payload;
   }
 };

@@ -1,11 +1,13 @@
 // dispatch: rows of x to the F ranks that need them, and the plan that explains them.
 //   moves    T x H elements once per (token, F rank); T x topk x 12 bytes of plan per F rank
+//   casts    a row once, in registers, where the payload is narrower than x
 //   launch   1 plan CTA + kCopyCtas copy CTAs of 512 threads, independent of capacity; a warp copies a segment of a row
 //   order    every writer: stores -> __syncthreads -> done++ (acq_rel.gpu) ; last one: flags (release.sys)
 //   waits    never
 //   fails    port never filled, no free ring, a peer that ended: error record, nothing published, ticket of generation
 //   -1;
 //            an id outside [-1, E): counts as -1, error record, published
+#include "float8.cuh"
 #include "ids.cuh"
 
 namespace afd {
@@ -13,7 +15,6 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kCopyCtas = 32;
-constexpr int kUnroll = 4;
 
 struct Flight {
   Lane lane;
@@ -141,31 +142,83 @@ __device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const in
   }
 }
 
+// What a warp holds of a row between reading it and storing it to each peer that needs it: vectors v0 + lane, v0 + 32 +
+// lane .. of the payload.
+struct Copied {
+  static constexpr uint32_t kUnroll = 4;
+  int4 data[kUnroll];
+  __device__ void load(const int4* row, uint32_t v0, uint32_t end) {
+    const uint32_t v = v0 + threadIdx.x % 32;
+#pragma unroll
+    for (uint32_t u = 0; u < kUnroll; ++u)
+      if (v + 32 * u < end) data[u] = row[v + 32 * u];
+  }
+  __device__ void cast(uint32_t, uint32_t) {}
+  __device__ void store(const DeviceSlot& slot, uint32_t t, uint32_t vectors, uint32_t v0, uint32_t end) const {
+    auto* to = reinterpret_cast<int4*>(slot.payload) + static_cast<int64_t>(t) * vectors;
+    const uint32_t v = v0 + threadIdx.x % 32;
+#pragma unroll
+    for (uint32_t u = 0; u < kUnroll; ++u)
+      if (v + 32 * u < end) to[v + 32 * u] = data[u];
+  }
+};
+
+// The same with the cast in between. A row is whole blocks and v0 begins one, so a block's lanes are all in or all out.
+struct Quantized {
+  static constexpr uint32_t kUnroll = 4, kBlocks = 32 / kBlockLanes;
+  int4 wide[kUnroll][2], data[kUnroll];
+  float scale;  // of block v0 / kBlockLanes + lane, so that a warp stores them together
+  __device__ void load(const int4* row, uint32_t v0, uint32_t end) {
+    const uint32_t v = v0 + threadIdx.x % 32;
+#pragma unroll
+    for (uint32_t u = 0; u < kUnroll; ++u)
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) wide[u][i] = v + 32 * u < end ? row[2 * (v + 32 * u) + i] : int4{};
+  }
+  __device__ void cast(uint32_t v0, uint32_t end) {
+    const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+    for (uint32_t u = 0; u < kUnroll; ++u) {
+      if (v0 + 32 * u >= end) break;
+      const Float8 q = quantize(wide[u]);
+      data[u] = q.elements;
+      const float mine = __shfl_sync(kWarp, q.scale, static_cast<int>(lane % kBlocks * kBlockLanes));
+      if (lane / kBlocks == u) scale = mine;
+    }
+  }
+  __device__ void store(const DeviceSlot& slot, uint32_t t, uint32_t vectors, uint32_t v0, uint32_t end) const {
+    auto* to = reinterpret_cast<int4*>(slot.payload) + static_cast<int64_t>(t) * vectors;
+    const uint32_t lane = threadIdx.x % 32, v = v0 + lane, block = v0 / kBlockLanes + lane;
+#pragma unroll
+    for (uint32_t u = 0; u < kUnroll; ++u)
+      if (v + 32 * u < end) to[v + 32 * u] = data[u];
+    if (lane < kBlocks * kUnroll && block < end / kBlockLanes)
+      slot.scale[static_cast<int64_t>(t) * (vectors / kBlockLanes) + block] = scale;
+  }
+};
+
 // By the copy CTAs. The first unit's ids and data are asked for before it is known whether anything may be sent.
+template <typename Copy>
 __device__ void copy_rows(const DeviceControl& c, const Units& units, const int32_t* port, Flight& flight,
                           uint32_t* skip, const DeviceRows& x, const DeviceIds& ids, int32_t* ticket) {
   const Geometry& g = c.geometry;
   const auto* map = reinterpret_cast<const int2*>(c.expert_map);
-  const int64_t size = itemsize(g.dtype), width = ticket_width(g.ffn_size);
+  const int64_t size = itemsize(wide_dtype(g.dtype)), width = ticket_width(g.ffn_size);
   const int words = static_cast<int>((g.ffn_size + 31) / 32);
   const uint32_t lane = threadIdx.x % 32;
   const auto row_of = [&](uint32_t t) {
     return reinterpret_cast<const int4*>(static_cast<const char*>(x.data) + t * x.stride * size);
   };
-  int4 data[kUnroll];
-  const auto load = [&](const int4* row, uint32_t v, uint32_t end) {
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-      if (v + 32 * u < end) data[u] = row[v + 32 * u];
-  };
+  Copy copy;
   uint32_t bits = 0;
   bool fetched = units.first < units.count;
   if (fetched) {
     const uint32_t t = units.row(units.first);
-    load(row_of(t), units.begin(units.first) + lane, units.end(units.first));
+    copy.load(row_of(t), units.begin(units.first), units.end(units.first));
     bits = mask_word(ids, t, g.topk, g.num_experts, map, 0);
   }
   open_flight(c, port, flight, skip);
+  if (fetched) copy.cast(units.begin(units.first), units.end(units.first));
   __syncthreads();
   for (uint32_t unit = units.first; unit < units.count; unit += units.stride) {
     const uint32_t t = units.row(unit), begin = units.begin(unit), end = units.end(unit);
@@ -177,36 +230,37 @@ __device__ void copy_rows(const DeviceControl& c, const Units& units, const int3
       if (begin == 0 && lane == 0) ticket[(t + 1) * width + word] = static_cast<int32_t>(bits);
       bits &= ~skip[word];
       if (bits != 0 && flight.ok) {
-        for (uint32_t v = begin + lane; v < end; v += 32 * kUnroll) {
-          if (!fetched || v != begin + lane) load(row, v, end);
+        for (uint32_t v0 = begin; v0 < end; v0 += 32 * Copy::kUnroll) {
+          if (!fetched || v0 != begin) {
+            copy.load(row, v0, end);
+            copy.cast(v0, end);
+          }
           for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
             const int32_t f = word * 32 + __ffs(static_cast<int>(rest)) - 1;
-            auto* to = reinterpret_cast<int4*>(DeviceSlot(peer_window(c, f), c.layout, flight.slot).payload) +
-                       static_cast<int64_t>(t) * units.vectors;
-#pragma unroll
-            for (int u = 0; u < kUnroll; ++u)
-              if (v + 32 * u < end) to[v + 32 * u] = data[u];
+            copy.store(DeviceSlot(peer_window(c, f), c.layout, flight.slot), t, units.vectors, v0, end);
           }
         }
-        if (begin == 0 && ((bits >> lane) & 1)) count_up(&c.bytes_sent[word * 32 + lane], units.vectors * 16);
+        if (begin == 0 && ((bits >> lane) & 1))
+          count_up(&c.bytes_sent[word * 32 + lane], payload_row(g) + 4 * scales_per_row(g));
       }
       fetched = false;
     }
   }
 }
 
+template <typename Copy>
 __global__ void __launch_bounds__(kThreads)
     dispatch_kernel(const __grid_constant__ DeviceControl c, DeviceRows x, DeviceIds ids, DeviceWeights weights,
                     const int32_t* port, int32_t* ticket) {
   extern __shared__ int4 memory[];
   __shared__ Flight flight;
   __shared__ uint32_t skip[kMaxRanks / 32];
-  const Units units(x.count, c.geometry.hidden * itemsize(c.geometry.dtype) / 16, blockIdx.x - 1, kCopyCtas);
+  const Units units(x.count, payload_row(c.geometry) / 16, blockIdx.x - 1, kCopyCtas);
   if (blockIdx.x > units.ctas) return;  // the plan CTA and the first units.ctas take part
   if (blockIdx.x == 0) {
     write_plan(c, PlanMemory(c.geometry, memory), port, flight, skip, static_cast<uint32_t>(x.count), ids, weights);
   } else {
-    copy_rows(c, units, port, flight, skip, x, ids, ticket);
+    copy_rows<Copy>(c, units, port, flight, skip, x, ids, ticket);
   }
   bool spoiled;
   const int64_t stage = flight.lane.stage < 0 ? c.geometry.stages : flight.lane.stage;
@@ -243,12 +297,14 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_dispatch(const DeviceControl& c, DeviceRows x, DeviceIds ids, DeviceWeights weights, const int32_t* port,
                      int32_t* ticket, cudaStream_t stream) {
-  dispatch_kernel<<<1 + kCopyCtas, kThreads, plan_bytes(c.geometry), stream>>>(c, x, ids, weights, port, ticket);
+  const auto kernel = scales_per_row(c.geometry) > 0 ? dispatch_kernel<Quantized> : dispatch_kernel<Copied>;
+  kernel<<<1 + kCopyCtas, kThreads, plan_bytes(c.geometry), stream>>>(c, x, ids, weights, port, ticket);
 }
 
 cudaError_t preload_dispatch() {
   cudaFuncAttributes a;
-  return cudaFuncGetAttributes(&a, dispatch_kernel);
+  const cudaError_t e = cudaFuncGetAttributes(&a, dispatch_kernel<Copied>);
+  return e == cudaSuccess ? cudaFuncGetAttributes(&a, dispatch_kernel<Quantized>) : e;
 }
 
 }  // namespace afd

@@ -36,8 +36,8 @@ void launch_dispatch(const DeviceControl& c, DeviceRows x, DeviceIds ids, Device
 void launch_combine(const DeviceControl& c, const int32_t* ticket, DeviceRows base, DType base_type, void* out,
                     const int32_t* port, cudaStream_t stream);
 void launch_arrive(const DeviceControl& c, int32_t* item, cudaStream_t stream);
-void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, int64_t capacity, int32_t* offsets,
-                    cudaStream_t stream);
+void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, float* scales, int64_t capacity,
+                    int32_t* offsets, cudaStream_t stream);
 void launch_reply(const DeviceControl& c, DeviceRows expert_out, const int32_t* item, cudaStream_t stream);
 
 // Host words into a window: what poison(), leave() and the process watch do from outside the ops' streams.

@@ -109,10 +109,6 @@ PyObject* adopt(PyObject*, PyObject* args) {
                  static_cast<long long>(kSharedBytes / 12), static_cast<long long>(kSharedBytes / 8));
     return nullptr;
   }
-  if (scales_per_row(g) > 0) {
-    PyErr_SetString(PyExc_ValueError, "dtype float8_e4m3fn needs CPU ranks; the CUDA kernels do not cast yet");
-    return nullptr;
-  }
   const OnDevice on(device);
   int same_address = 0;
   CUDA_OR_RETURN(cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem, device));

@@ -1,10 +1,11 @@
 // receive: the chosen tokens in local-expert order.
-//   moves    each token's row once out of the window, once per choice into rows; where it went, for reply
+//   moves    each token's row (and scales) once out of the window, once per choice into rows; where it went, for reply
 //   launch   kCtas CTAs of 256 threads; a warp copies a segment of a token's row
 //   order    after arrive's acquire, on the same stream; the slots stay ours until reply
 //   waits    never
 //   fails    a position outside what the header announced: that region is closed; more rows than the bucket: error
 //   record
+#include "float8.cuh"
 #include "item.cuh"
 #include "kernels.h"
 
@@ -50,9 +51,10 @@ __device__ void write_offsets(const DeviceControl& c, const Item& item, bool cur
     offsets[e] = current ? c.first[last + e] + c.counts[last + e] : 0;
 }
 
+template <bool kScales>
 __global__ void __launch_bounds__(kThreads)
-    receive_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, int4* rows, int64_t capacity,
-                   int32_t* offsets) {
+    receive_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, int4* rows, float* scales,
+                   int64_t capacity, int32_t* offsets) {
   const Geometry& g = c.geometry;
   const int32_t generation = c.state->generation;
   const Item item(words);
@@ -69,12 +71,12 @@ __global__ void __launch_bounds__(kThreads)
     }
     return;
   }
-  const Units units(item.tokens(), g.hidden * itemsize(g.dtype) / 16, blockIdx.x, gridDim.x);
+  const Units units(item.tokens(), payload_row(g) / 16, blockIdx.x, gridDim.x);
   const uint32_t lane = threadIdx.x % 32;
   for (uint32_t unit = units.first; unit < units.count; unit += units.stride) {
     const ItemToken at = item.token(c, units.row(unit));
-    const int4* from =
-        reinterpret_cast<const int4*>(DeviceSlot(c.window, c.layout, at.slot).payload) + at.token * units.vectors;
+    const DeviceSlot slot(c.window, c.layout, at.slot);
+    const int4* from = reinterpret_cast<const int4*>(slot.payload) + at.token * units.vectors;
     const uint32_t begin = units.begin(unit), end = units.end(unit);
     int4 data[kUnroll];
     const auto load = [&](uint32_t v) {
@@ -83,6 +85,12 @@ __global__ void __launch_bounds__(kThreads)
         if (v + 32 * u < end) data[u] = from[v + 32 * u];
     };
     load(begin + lane);  // before the plan is read: they do not depend on each other
+    [[maybe_unused]] float factor = 0.0f;
+    [[maybe_unused]] const uint32_t each = units.vectors / kBlockLanes, last = end / kBlockLanes;
+    [[maybe_unused]] const auto load_factor = [&](uint32_t s) {
+      if (s < last) factor = slot.scale[at.token * each + s];
+    };
+    if constexpr (kScales) load_factor(begin / kBlockLanes + lane);
     const Choices choices = place_choices(c, item, at);
     if (begin == 0) {  // for reply
       if (lane < g.topk) rows_of(c, at)[lane] = choices.row[0];
@@ -103,19 +111,33 @@ __global__ void __launch_bounds__(kThreads)
         }
       }
     }
+    if constexpr (kScales) {
+      for (uint32_t s0 = begin / kBlockLanes; s0 < last; s0 += 32) {
+        const uint32_t s = s0 + lane;
+        if (s0 != begin / kBlockLanes) load_factor(s);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          for (uint32_t left = __ballot_sync(kWarp, choices.row[half] >= 0); left != 0; left &= left - 1) {
+            const int64_t row = __shfl_sync(kWarp, choices.row[half], __ffs(static_cast<int>(left)) - 1);
+            if (s < last) scales[row * each + s] = factor;
+          }
+      }
+    }
   }
 }
 
 }  // namespace
 
-void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, int64_t capacity, int32_t* offsets,
-                    cudaStream_t stream) {
-  receive_kernel<<<kCtas, kThreads, 0, stream>>>(c, item, reinterpret_cast<int4*>(rows), capacity, offsets);
+void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, float* scales, int64_t capacity,
+                    int32_t* offsets, cudaStream_t stream) {
+  const auto kernel = scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>;
+  kernel<<<kCtas, kThreads, 0, stream>>>(c, item, reinterpret_cast<int4*>(rows), scales, capacity, offsets);
 }
 
 cudaError_t preload_receive() {
   cudaFuncAttributes a;
-  return cudaFuncGetAttributes(&a, receive_kernel);
+  const cudaError_t e = cudaFuncGetAttributes(&a, receive_kernel<false>);
+  return e == cudaSuccess ? cudaFuncGetAttributes(&a, receive_kernel<true>) : e;
 }
 
 }  // namespace afd

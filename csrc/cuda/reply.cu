@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }  // namespace
 
 void launch_reply(const DeviceControl& c, DeviceRows expert_out, const int32_t* item, cudaStream_t stream) {
-  switch (c.geometry.dtype) {
+  switch (wide_dtype(c.geometry.dtype)) {
     case k_float32:
       reply_kernel<float><<<kCtas, kThreads, 0, stream>>>(c, expert_out, item);
       break;
