@@ -422,6 +422,7 @@ PyObject* addresses(PyObject*, PyObject* args) {
   at("ring", c->ring);
   at("taken", c->taken);
   at("cursor", &c->cursor);
+  at("pending", &c->pending);
   return out;
 }
 

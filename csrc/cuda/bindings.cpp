@@ -1,5 +1,6 @@
 // The ops on CUDA tensors: arguments checked, memory allocated, kernels launched on the current stream. What only the
 // device can see (ids, ticket, port and item content) is checked there. Schemas: ops.cpp.
+#include <nvtx3/nvToolsExt.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
@@ -10,6 +11,23 @@
 
 namespace afd {
 namespace {
+
+// What a profiler of the whole machine shows of an op's call on the host. A load and a branch when none is attached; a
+// graph that is replayed makes no call.
+class NvtxRange {
+ public:
+  explicit NvtxRange(Op op) {
+    constexpr const char* names[] = {
+#define X(name) "afd::" #name,
+        AFD_OPS(X)
+#undef X
+    };
+    nvtxRangePushA(names[static_cast<int32_t>(op)]);
+  }
+  ~NvtxRange() { nvtxRangePop(); }
+  NvtxRange(const NvtxRange&) = delete;
+  NvtxRange& operator=(const NvtxRange&) = delete;
+};
 
 int32_t* ints(Tensor& t) { return static_cast<int32_t*>(t.mutable_data_ptr()); }
 const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.const_data_ptr()); }
@@ -43,7 +61,7 @@ cudaStream_t stream_of(const Tensor& t) {
 class DeviceEntry {
  public:
   DeviceEntry(int64_t window, Role role, Op op, const Tensor& port)
-      : entry_(window, role, op), window_(device_window(window)), guard_(window_.device) {
+      : range_(op), entry_(window, role, op), window_(device_window(window)), guard_(window_.device) {
     check_port(op, port);
     check_device(op, "port", port);
     check_aligned(op, "port", port);
@@ -59,7 +77,8 @@ class DeviceEntry {
   void launched() const { STD_CUDA_KERNEL_LAUNCH_CHECK(); }
 
  private:
-  Entry entry_;
+  const NvtxRange range_;
+  const Entry entry_;
   const DeviceWindow& window_;
   torch::stable::accelerator::DeviceGuard guard_;
 };
@@ -67,6 +86,7 @@ class DeviceEntry {
 std::tuple<Tensor, Tensor, Tensor> plan_cuda(const Tensor& topk_ids, const Tensor& expert_map, int64_t ffn_size,
                                              int64_t local_experts) {
   constexpr Op op = Op::plan;
+  const NvtxRange range(op);
   check_dim(op, "topk_ids", topk_ids, 2);
   const int64_t tokens = topk_ids.size(0), topk = topk_ids.size(1), experts = expert_map.size(0);
   check_topk_ids(op, topk_ids, tokens, topk);

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "../cpu/wait.h"
@@ -32,6 +33,7 @@ namespace {
   do {                                                                              \
     const cudaError_t error = (call);                                               \
     if (error != cudaSuccess) {                                                     \
+      cudaGetLastError(); /* else the next op's launch is blamed for it */          \
       PyErr_Format(PyExc_RuntimeError, "%s: %s", #call, cudaGetErrorString(error)); \
       return nullptr;                                                               \
     }                                                                               \
@@ -57,13 +59,54 @@ DeviceWindow* window_of(PyObject* args) {
   return w;
 }
 
-template <typename T>
-cudaError_t device_array(T** out, int64_t n, cudaStream_t stream) {
-  const size_t bytes = (n > 0 ? n : 1) * sizeof(T);
-  cudaError_t e = cudaMalloc(reinterpret_cast<void**>(out), bytes);
-  if (e == cudaSuccess) e = cudaMemsetAsync(*out, 0, bytes, stream);
-  return e;
-}
+// A device half while it is built: gives back what it has got unless `finished`.
+class Adoption {
+ public:
+  explicit Adoption(Control* host) : host_(host), window_(new DeviceWindow) {}
+  ~Adoption() {
+    if (window_ == nullptr) return;
+    for (void* p : arrays_) cudaFree(p);
+    if (window_->control.mailbox != nullptr) cudaFreeHost(window_->control.mailbox);
+    if (window_->stream != nullptr) cudaStreamDestroy(window_->stream);
+    if (registered_) cudaHostUnregister(host_);
+    cudaGetLastError();
+    delete window_;
+  }
+  Adoption(const Adoption&) = delete;
+  Adoption& operator=(const Adoption&) = delete;
+
+  DeviceWindow& window() const { return *window_; }
+  cudaError_t map_host() {
+    const cudaError_t e =
+        cudaHostRegister(host_, host_->arena_bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
+    registered_ = e == cudaSuccess;
+    return e;
+  }
+  // n zeros.
+  template <typename T>
+  cudaError_t array(T** out, int64_t n) {
+    const size_t bytes = (n > 0 ? n : 1) * sizeof(T);
+    const cudaError_t e = cudaMalloc(reinterpret_cast<void**>(out), bytes);
+    if (e != cudaSuccess) return e;
+    arrays_.push_back(*out);
+    return cudaMemsetAsync(*out, 0, bytes, window_->stream);
+  }
+  // The n values that *out points to on the host.
+  template <typename T>
+  cudaError_t upload(T** out, int64_t n) {
+    const T* from = *out;
+    const cudaError_t e = array(out, n);
+    if (e != cudaSuccess || n == 0) return e;
+    return cudaMemcpyAsync(*out, from, n * sizeof(T), cudaMemcpyHostToDevice, window_->stream);
+  }
+  DeviceWindow* finished() { return std::exchange(window_, nullptr); }
+
+ private:
+  Control* host_;
+  DeviceWindow* window_;
+  std::vector<void*> arrays_;
+  bool registered_ = false;
+};
 
 // The words that reset() puts back: rings free, nothing taken.
 cudaError_t clear_state(DeviceWindow& w) {
@@ -117,52 +160,45 @@ PyObject* adopt(PyObject*, PyObject* args) {
     return nullptr;
   }
   CUDA_OR_RETURN(preload());
-  CUDA_OR_RETURN(cudaHostRegister(host, host->arena_bytes, cudaHostRegisterMapped | cudaHostRegisterPortable));
-  host->on_device = 1;
-  auto* w = new DeviceWindow;  // never freed, like the Control
-  w->device = device;
+  Adoption made(host);
+  DeviceWindow& w = made.window();
+  DeviceControl& c = w.control;
+  w.device = device;
+  CUDA_OR_RETURN(made.map_host());
   // Of the highest priority, so that it shares no hardware queue with a caller's stream whose head waits.
   int least = 0, greatest = 0;
   CUDA_OR_RETURN(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  CUDA_OR_RETURN(cudaStreamCreateWithPriority(&w->stream, cudaStreamNonBlocking, greatest));
-  static_cast<Control&>(w->control) = *host;
-  DeviceControl& c = w->control;
+  CUDA_OR_RETURN(cudaStreamCreateWithPriority(&w.stream, cudaStreamNonBlocking, greatest));
+  static_cast<Control&>(c) = *host;
   c.mapped = host;
   c.mapped_region = host->region;
-  const auto upload = [w](auto** out, int64_t n) {
-    const auto* from = *out;
-    cudaError_t e = device_array(out, n, w->stream);
-    if (e == cudaSuccess && n > 0)
-      e = cudaMemcpyAsync(*out, from, n * sizeof(*from), cudaMemcpyHostToDevice, w->stream);
-    return e;
-  };
-  CUDA_OR_RETURN(upload(&c.peer, c.peers));
-  CUDA_OR_RETURN(upload(&c.expert_map, 2 * g.num_experts));
-  CUDA_OR_RETURN(upload(&c.experts_per_rank, g.ffn_size));
-  CUDA_OR_RETURN(device_array(&c.next, g.stages, w->stream));
-  CUDA_OR_RETURN(device_array(&c.ring, g.stages * g.depth, w->stream));
-  CUDA_OR_RETURN(device_array(&c.taken, c.slots(), w->stream));
-  CUDA_OR_RETURN(device_array(&c.counts, c.slots() * g.local_experts, w->stream));
-  CUDA_OR_RETURN(device_array(&c.first, c.slots() * g.local_experts, w->stream));
-  CUDA_OR_RETURN(device_array(&c.region, c.peers, w->stream));
-  CUDA_OR_RETURN(device_array(&c.masked, c.peers, w->stream));
-  CUDA_OR_RETURN(device_array(&c.bytes_sent, c.peers, w->stream));
-  CUDA_OR_RETURN(device_array(&c.claimed, c.peers + 1, w->stream));
-  CUDA_OR_RETURN(device_array(&c.done, done_words(g), w->stream));
-  CUDA_OR_RETURN(device_array(&c.verdict, g.stages, w->stream));
-  CUDA_OR_RETURN(device_array(&c.row, host->role == kFfn ? c.slots() * g.tokens * g.topk : 0, w->stream));
+  CUDA_OR_RETURN(made.upload(&c.peer, c.peers));
+  CUDA_OR_RETURN(made.upload(&c.expert_map, 2 * g.num_experts));
+  CUDA_OR_RETURN(made.upload(&c.experts_per_rank, g.ffn_size));
+  CUDA_OR_RETURN(made.array(&c.next, g.stages));
+  CUDA_OR_RETURN(made.array(&c.ring, g.stages * g.depth));
+  CUDA_OR_RETURN(made.array(&c.taken, c.slots()));
+  CUDA_OR_RETURN(made.array(&c.counts, c.slots() * g.local_experts));
+  CUDA_OR_RETURN(made.array(&c.first, c.slots() * g.local_experts));
+  CUDA_OR_RETURN(made.array(&c.region, c.peers));
+  CUDA_OR_RETURN(made.array(&c.masked, c.peers));
+  CUDA_OR_RETURN(made.array(&c.bytes_sent, c.peers));
+  CUDA_OR_RETURN(made.array(&c.claimed, c.peers + 1));
+  CUDA_OR_RETURN(made.array(&c.done, done_words(g)));
+  CUDA_OR_RETURN(made.array(&c.verdict, g.stages));
+  CUDA_OR_RETURN(made.array(&c.row, host->role == kFfn ? c.slots() * g.tokens * g.topk : 0));
   const size_t mapped_bytes = kMailbox * kMailWords * sizeof(int64_t) + c.peers * sizeof(int32_t);
-  void* mapped = nullptr;
-  CUDA_OR_RETURN(cudaHostAlloc(&mapped, mapped_bytes, cudaHostAllocMapped | cudaHostAllocPortable));
-  std::memset(mapped, 0, mapped_bytes);
-  c.mailbox = static_cast<int64_t*>(mapped);
+  CUDA_OR_RETURN(
+      cudaHostAlloc(reinterpret_cast<void**>(&c.mailbox), mapped_bytes, cudaHostAllocMapped | cudaHostAllocPortable));
+  std::memset(c.mailbox, 0, mapped_bytes);
   c.gone = reinterpret_cast<int32_t*>(c.mailbox + kMailbox * kMailWords);
   for (int32_t p = 0; p < c.peers && p < kNearPeers; ++p) c.near[p] = host->peer[p];
-  CUDA_OR_RETURN(device_array(&c.state, 1, w->stream));
-  CUDA_OR_RETURN(clear_state(*w));
-  CUDA_OR_RETURN(clear_window(*w));
-  CUDA_OR_RETURN(cudaStreamSynchronize(w->stream));
-  g_device_windows[id].store(w);
+  CUDA_OR_RETURN(made.array(&c.state, 1));
+  CUDA_OR_RETURN(clear_state(w));
+  CUDA_OR_RETURN(clear_window(w));
+  CUDA_OR_RETURN(cudaStreamSynchronize(w.stream));
+  host->on_device = 1;
+  g_device_windows[id].store(made.finished());  // never freed, like the Control
   publish_as(id, host);
   Py_RETURN_NONE;
 }
@@ -290,6 +326,16 @@ PyObject* fetch_stats(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// For tests and debuggers: the device's counterparts of what `_C.addresses` names.
+PyObject* addresses(PyObject*, PyObject* args) {
+  DeviceWindow* w = window_of(args);
+  if (w == nullptr) return nullptr;
+  const DeviceControl& c = w->control;
+  const auto at = [](const void* p) { return static_cast<long long>(reinterpret_cast<uintptr_t>(p)); };
+  return Py_BuildValue("{s:L,s:L,s:L,s:L}", "next", at(c.next), "ring", at(c.ring), "taken", at(c.taken), "cursor",
+                       at(&c.state->cursor));
+}
+
 // Lets kernels on one device store to another's memory; a peer address is then an ordinary one.
 PyObject* enable_peer_access(PyObject*, PyObject* args) {
   int from = 0, to = 0;
@@ -321,6 +367,7 @@ PyMethodDef kMethods[] = {
     {"mask", mask, METH_VARARGS, "mask(window, peer)"},
     {"next_item", next_item, METH_VARARGS, "next_item(window, timeout_ns) -> (count, layer, rows) or None"},
     {"fetch_stats", fetch_stats, METH_VARARGS, "fetch_stats(window): into the host half"},
+    {"addresses", addresses, METH_VARARGS, "addresses(window) -> dict, for tests and debuggers"},
     {"enable_peer_access", enable_peer_access, METH_VARARGS, "enable_peer_access(device, peer device)"},
     {nullptr, nullptr, 0, nullptr}};
 
