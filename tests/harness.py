@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,18 @@ DEVICE = "cpu"
 
 # Small integers: every product and sum below is exact in float32, bfloat16 and float16, in any order.
 SIZES: dict[str, Any] = dict(hidden=16, topk=2, tokens=16, dtype=torch.float32, deadline=20.0, poll_interval=0.002)
+
+
+SLEEP_CYCLES = 200_000_000  # of a GPU: about a tenth of a second
+
+
+def host_reads() -> bool:
+    """Whether an op looks into its tensors (ids, ports, tickets, items) before it acts, and raises.
+
+    An op that can be captured in a graph cannot: what is wrong with their content is found by its kernel, which records
+    it. `check()` raises it, and combine's output is NaN.
+    """
+    return not afd_ops.LocalHeap(DEVICE).capturable
 
 
 def expert(index: int, row: Tensor) -> Tensor:
@@ -91,7 +104,7 @@ def remote(window: afd_ops.Window, layer: int = 0, stage: int = 0) -> afd_ops.Re
 
 
 def synchronize() -> None:
-    """What was dispatched has arrived."""
+    """Every op called so far has ended: what was dispatched has arrived."""
     for index in range(torch.cuda.device_count() if DEVICE != "cpu" else 0):
         torch.cuda.synchronize(index)
 
@@ -104,22 +117,10 @@ def devices(topology: afd_ops.Topology) -> str | list[str]:
     return [DEVICE] * topology.attention_size + [ffn] * topology.ffn_size
 
 
-def fill_with_nan(window: afd_ops.Window) -> None:
-    """Every field of every slot but the header: what is read without having been written shows."""
-    layout, address = window.geometry.layout, _C.addresses(window.id)["window"]
-    if window.heap.device.type == "cuda":
-        size = window.geometry.window_bytes(len(window.topology.peers(window.bootstrap.rank))) - layout["slots"]
-        slots = device_bytes(window.heap.device, address + layout["slots"], size).view(-1, layout["slot_bytes"])
-        slots[:, layout["position"] :] = 0xFF
-        torch.cuda.synchronize(window.heap.device)
-        return
-    for slot in range(_C.facts(window.id)["slots"]):
-        start = address + layout["slots"] + slot * layout["slot_bytes"] + layout["position"]
-        ctypes.memset(start, 0xFF, layout["slot_bytes"] - layout["position"])
-
-
-def device_bytes(device: torch.device, address: int, nbytes: int) -> Tensor:
-    """Device memory as uint8, by the array interface."""
+def memory(device: torch.device, address: int, nbytes: int) -> Tensor:
+    """Memory of a window, wherever it lies, as uint8."""
+    if device.type == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
     class Memory:
         __cuda_array_interface__: ClassVar[dict[str, Any]] = {
@@ -132,9 +133,60 @@ def device_bytes(device: torch.device, address: int, nbytes: int) -> Tensor:
     return torch.as_tensor(Memory(), device=device)
 
 
+def word(window: afd_ops.Window, offset: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """One word of a window, [1], at a byte offset: to be read or overwritten as a peer could."""
+    synchronize()
+    return memory(window.heap.device, _C.addresses(window.id)["window"] + offset, dtype.itemsize).view(dtype)
+
+
+def slots_of(window: afd_ops.Window) -> Tensor:
+    """A window's slots as they lie in memory: uint8 [slots, slot_bytes]."""
+    layout, count = window.geometry.layout, _C.facts(window.id)["slots"]
+    address = _C.addresses(window.id)["window"] + layout["slots"]
+    return memory(window.heap.device, address, count * layout["slot_bytes"]).view(count, layout["slot_bytes"])
+
+
+def fill_with_nan(window: afd_ops.Window) -> None:
+    """Every field of every slot but the header: what is read without having been written shows."""
+    slots_of(window)[:, window.geometry.layout["position"] :] = 0xFF
+    synchronize()
+
+
+def together(*actions: Callable[[], Any]) -> list[Any]:
+    """Each action in a thread of its own: what it returned, or the exception that ended it."""
+    outcomes: list[Any] = [TimeoutError("still running")] * len(actions)
+
+    def run(index: int) -> None:
+        try:
+            outcomes[index] = actions[index]()
+        except BaseException as error:
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(actions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return outcomes
+
+
+def reset(windows: Sequence[afd_ops.Window]) -> None:
+    """Window.reset() is collective."""
+    assert together(*(window.reset for window in windows)) == [None] * len(windows)
+
+
+def take(server: afd_ops.ExpertServer) -> tuple[Tensor, int, int]:
+    """The next item of a server, its layer and its rows; the caller answers it."""
+    item = torch.ops.afd.arrive(server.port, server.window.id)
+    count, layer, rows = server._read(item)
+    assert count > 0, "nothing has arrived"
+    return item, layer, rows
+
+
 @contextmanager
 def windows(topology: afd_ops.Topology, **sizes: Any) -> Iterator[list[afd_ops.Window]]:
     """The windows of all ranks in this process, NaN-filled, closed at the end."""
+    load_kernels(DEVICE)
     opened = afd_ops.open_local(topology, devices=devices(topology), **{**SIZES, **sizes})
     for window in opened:
         fill_with_nan(window)
@@ -143,6 +195,90 @@ def windows(topology: afd_ops.Topology, **sizes: Any) -> Iterator[list[afd_ops.W
     finally:
         for window in opened:
             window.close()
+
+
+@cache
+def load_kernels(device: str) -> None:
+    """Runs the experts of tests once on every GPU: a kernel's first launch behind one that waits is a deadlock."""
+    if device == "cpu":
+        return
+    topology = afd_ops.Topology(1, 1, 3)
+    for index in range(torch.cuda.device_count()):
+        offsets = torch.tensor([1, 3, 6], dtype=torch.int32, device=f"cuda:{index}")
+        for dtype in afd_ops.layout.PAYLOAD_DTYPES:
+            rows = torch.ones(6, 16, dtype=dtype, device=offsets.device)
+            experts_of(topology, 0)(rows, rows, offsets, 0)
+    synchronize()
+
+
+def independent_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of a GPU whose kernels never queue behind those of its current stream.
+
+    A process has few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8). Two streams that share one wait for each other
+    whenever its head waits: with an attention and an FFN rank on one GPU that would be a deadlock until the deadline.
+    """
+    with torch.cuda.device(device):
+        beside = torch.cuda.current_stream()
+        here, there = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
+        torch.cuda._sleep(1)  # loads the kernels of the probe
+        here.add_(1)
+        torch.cuda.synchronize()
+        for _ in range(16):
+            candidate = torch.cuda.Stream()
+            torch.cuda._sleep(SLEEP_CYCLES)
+            here.add_(1)  # is the head of its queue until the sleep is over
+            blocked = beside.record_event()
+            with torch.cuda.stream(candidate):
+                there.add_(1)
+                passed = candidate.record_event()
+            until = time.monotonic() + 0.05
+            while not passed.query() and time.monotonic() < until:
+                time.sleep(0.001)
+            independent = passed.query() and not blocked.query()
+            torch.cuda.synchronize()
+            if independent:
+                return candidate
+    raise AssertionError("no stream has a hardware queue of its own")
+
+
+def server_stream(window: afd_ops.Window) -> torch.cuda.Stream | None:
+    """Where an FFN rank's server may run beside the attention ranks of this process; None on CPU."""
+    device = window.heap.device
+    if device.type == "cpu":
+        return None
+    return independent_stream(device) if device == torch.device(DEVICE) else torch.cuda.Stream(device)
+
+
+@contextmanager
+def answering(
+    servers: Sequence[afd_ops.ExpertServer], streams: Sequence[torch.cuda.Stream | None] | None = None
+) -> Iterator[None]:
+    """A thread per server, on a stream of its own. An error that ends one fails the test at the end."""
+    if streams is None:
+        streams = [server_stream(server.window) for server in servers]
+    failures: list[BaseException] = []
+
+    def serve(server: afd_ops.ExpertServer, stream: torch.cuda.Stream | None) -> None:
+        try:
+            with torch.cuda.stream(stream) if stream else nullcontext():
+                server.run()
+        except (afd_ops.ClosedError, afd_ops.AbortedError):
+            pass
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve, args=pair, daemon=True) for pair in zip(servers, streams, strict=True)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.stop()
+        for thread in threads:
+            thread.join(30)
+    if failures:
+        raise failures[0]
 
 
 @contextmanager
@@ -156,31 +292,8 @@ def serving(
         servers = [
             afd_ops.ExpertServer(w, make_experts(topology, w.role_rank)) for w in opened[topology.attention_size :]
         ]
-        failures: list[BaseException] = []
-
-        def serve(server: afd_ops.ExpertServer) -> None:
-            device = server.window.heap.device
-            stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
-            try:
-                with stream:
-                    server.run()
-            except (afd_ops.ClosedError, afd_ops.AbortedError):
-                pass
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=serve, args=(server,), daemon=True) for server in servers]
-        for thread in threads:
-            thread.start()
-        try:
+        with answering(servers):
             yield opened[: topology.attention_size]
-        finally:
-            for server in servers:
-                server.stop()
-            for thread in threads:
-                thread.join(30)
-        if failures:
-            raise failures[0]
 
 
 def _child(

@@ -1,4 +1,4 @@
-"""The ops one by one: schemas, opcheck, fakes, the input contract, the refusal of gradients.
+"""The ops one by one, on every device: schemas, opcheck, fakes, the input contract, the refusal of gradients.
 
 `by_hand` walks through a round trip of two attention and two FFN ranks in this process and stops before any op, so that
 a test can look at that op's call, misuse it, or repeat it, and then let the round trip end: its result must be exact.
@@ -6,11 +6,10 @@ a test can look at that op's call, misuse it, or repeat it, and then let the rou
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import harness
 import pytest
@@ -19,10 +18,12 @@ from harness import SIZES, expected, random_step
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import afd_ops
 from afd_ops import _C
+
+pytestmark = pytest.mark.usefixtures("device")
 
 SCHEMAS = {
     "plan": "plan(Tensor topk_ids, Tensor expert_map, int ffn_size, int local_experts) -> (Tensor, Tensor, Tensor)",
@@ -47,11 +48,9 @@ def sizes_of(dtype: torch.dtype) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def clusters() -> Iterator[dict[torch.dtype, list[afd_ops.Window]]]:
-    """All ranks' windows, per payload dtype. Every test leaves them as idle as it found them."""
-    opened = {d: afd_ops.open_local(TOPOLOGY, **sizes_of(d), stages=2, depth=3) for d in DTYPES}
-    for window in itertools.chain(*opened.values()):
-        harness.fill_with_nan(window)
+def clusters() -> Iterator[dict[tuple[str, torch.dtype], list[afd_ops.Window]]]:
+    """All ranks' windows, per device and payload dtype. Every test leaves them as idle as it found them."""
+    opened: dict[tuple[str, torch.dtype], list[afd_ops.Window]] = {}
     yield opened
     for window in itertools.chain(*opened.values()):
         window.close()
@@ -59,23 +58,19 @@ def clusters() -> Iterator[dict[torch.dtype, list[afd_ops.Window]]]:
 
 @pytest.fixture
 def cluster(
-    clusters: dict[torch.dtype, list[afd_ops.Window]], request: pytest.FixtureRequest
+    clusters: dict[tuple[str, torch.dtype], list[afd_ops.Window]], device: str, request: pytest.FixtureRequest
 ) -> Iterator[list[afd_ops.Window]]:
-    parameters = getattr(request.node, "callspec", None)
-    windows = clusters[parameters.params.get("dtype", torch.float32) if parameters else torch.float32]
+    dtype = request.node.callspec.params.get("dtype", torch.float32)
+    if (device, dtype) not in clusters:
+        sizes = {**sizes_of(dtype), "stages": 2, "depth": 3}
+        clusters[device, dtype] = afd_ops.open_local(TOPOLOGY, devices=harness.devices(TOPOLOGY), **sizes)
+        for window in clusters[device, dtype]:
+            harness.fill_with_nan(window)
+    windows = clusters[device, dtype]
     yield windows
+    harness.synchronize()
     if any(_C.in_flight(w.id) for w in windows if w.role == "attention") or any(w.errors() for w in windows):
-        reset_all(windows)  # a test failed half way; the next one is not to blame
-
-
-def reset_all(windows: list[afd_ops.Window]) -> None:
-    """Window.reset() is collective; here one thread plays all ranks."""
-    for window in windows:
-        _C.set_abort(window.id)
-        assert _C.drain(window.id, 10**9)
-    for step in (_C.rewind, _C.resume):
-        for window in windows:
-            step(window.id)
+        harness.reset(windows)  # a test failed half way, or made a kernel stop a window; the next is not to blame
 
 
 def overload(name: str) -> Any:
@@ -102,13 +97,14 @@ def by_hand(
     attention, ffn = windows[: TOPOLOGY.attention_size], windows[TOPOLOGY.attention_size :]
     apart, across = (rows_apart, columns_first) if strided else (torch.Tensor.contiguous, torch.Tensor.contiguous)
     steps = [random_step(TOPOLOGY, tokens, **sizes_of(dtype)) for _ in attention]
-    args: Call = (across(steps[0][1]), torch.tensor(TOPOLOGY.expert_map, dtype=torch.int32), 2, 3)
+    args: Call = (across(steps[0][1]), torch.tensor(TOPOLOGY.expert_map, dtype=torch.int32).to(harness.DEVICE), 2, 3)
     yield "plan", args
     tickets = []
     for window, (x, ids, weights, _) in zip(attention, steps, strict=True):
         args = (apart(x), across(ids), across(weights), window.port(LAYER, STAGE), window.order, window.id)
         yield "dispatch", args
         tickets.append(torch.ops.afd.dispatch(*args))
+    harness.synchronize()
     for window in ffn:
         taken = 0
         while taken < len(attention):  # one item holds them all only if its rows fit
@@ -129,6 +125,7 @@ def by_hand(
         args = (ticket, apart(step[3]), window.port(LAYER, STAGE), window.order, window.id)
         yield "combine", args
         assert torch.equal(torch.ops.afd.combine(*args), expected(TOPOLOGY, *step, dtype))
+    harness.synchronize()
     for window in windows:
         window.check()
         assert window.errors() == []
@@ -149,27 +146,62 @@ class State:
     TAKEN_BYTES = 32  # struct Taken of csrc/control.h
 
     def __init__(self, windows: list[afd_ops.Window]) -> None:
-        self.places: list[tuple[int, int]] = []
+        harness.synchronize()
+        self.memory: list[Tensor] = []
         for window in windows:
-            g, layout, at = window.geometry, window.geometry.layout, _C.addresses(window.id)
-            slots = _C.facts(window.id)["slots"]
-            self.places += [
-                (at["window"], layout["slots"] + slots * layout["slot_bytes"]),
-                (at["next"], 8 * g.stages),
-                (at["ring"], 8 * g.stages * g.depth),
-                (at["taken"], self.TAKEN_BYTES * slots),
-                (at["cursor"], 4),
-            ]
-        self.content = [ctypes.string_at(*place) for place in self.places]
+            g, at, slots = window.geometry, _C.addresses(window.id), _C.facts(window.id)["slots"]
+            sizes = {
+                "window": g.layout["slots"] + slots * g.layout["slot_bytes"],
+                "next": 8 * g.stages,
+                "ring": 8 * g.stages * g.depth,
+                "taken": self.TAKEN_BYTES * slots,
+                "cursor": 4,
+            }
+            if window._device_half:
+                at |= window._device_half.addresses(window.id)
+            self.memory += [harness.memory(window.heap.device, at[name], size) for name, size in sizes.items()]
+            self.memory.append(harness.memory(torch.device("cpu"), at["pending"], 8))
+        self.content = [part.clone() for part in self.memory]
+        harness.synchronize()
 
     def restore(self) -> None:
-        for (address, nbytes), content in zip(self.places, self.content, strict=True):
-            ctypes.memmove(address, content, nbytes)
+        harness.synchronize()
+        with _disable_current_modes():  # of opcheck, which would take these copies for the op's
+            for part, content in zip(self.memory, self.content, strict=True):
+                part.copy_(content)
+        harness.synchronize()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, State) and self.content == other.content
+        return isinstance(other, State) and all(map(torch.equal, self.content, other.content))
 
     __hash__ = None  # type: ignore[assignment]
+
+
+@contextmanager
+def refused(
+    windows: list[afd_ops.Window], window: afd_ops.Window, kind: type[afd_ops.AfdError], says: str
+) -> Iterator[None]:
+    """The op inside, of `window`, is refused for the content of an argument: it raises `says` and leaves every rank as
+    it was; where its kernel finds it, check() raises `kind`, and only a reset makes the ranks go on."""
+    state = State(windows)
+    if harness.host_reads():
+        with pytest.raises(RuntimeError, match=says) as raised:
+            yield
+        assert type(afd_ops.errors.typed(raised.value)) is kind
+        assert State(windows) == state
+    else:
+        yield
+        harness.synchronize()
+        with pytest.raises(kind):
+            window.check()
+
+
+@pytest.fixture
+def filled_memory() -> Iterator[None]:
+    """torch fills fresh tensors, so that what an op leaves unwritten is the same in two runs."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class Rearmed(TorchDispatchMode):
@@ -194,17 +226,18 @@ class Rearmed(TorchDispatchMode):
 # Schemas and opcheck.
 
 
-def test_every_op_has_its_documented_schema_and_no_other_exists() -> None:
+def test_every_op_has_its_documented_schema_and_no_other_exists(device: str) -> None:
     """fault: a schema that does not parse, or a kernel under another name, is a silent no-op of the extension."""
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("afd::")}
     assert names == {f"afd::{name}" for name in SCHEMAS}
     for name, schema in SCHEMAS.items():
         assert str(overload(name)._schema) == f"afd::{schema}"
         assert getattr(torch.ops.afd, name).overloads() == ["default"]
-        for key in ("CPU", "Meta"):
+        for key in (torch.device(device).type.upper(), "Meta"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"afd::{name}", key), (name, key)
 
 
+@pytest.mark.usefixtures("filled_memory")
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -296,7 +329,8 @@ def test_plan_is_what_its_definition_says(ffn_size: int, num_experts: int, width
     ids = torch.randint(-1, num_experts, (9, 3)).to(width)
     ids[4], ids[5] = ids[5, 0], -1  # one expert three times, and padding
     expert_map = torch.tensor(topology.expert_map, dtype=torch.int32)
-    got = torch.ops.afd.plan(columns_first(ids), expert_map, ffn_size, topology.local_experts)
+    on_device = [t.to(harness.DEVICE) for t in (columns_first(ids), expert_map)]
+    got = [t.cpu() for t in torch.ops.afd.plan(*on_device, ffn_size, topology.local_experts)]
     position = torch.full((ffn_size, 9, 3, 2), -1, dtype=torch.int32)
     counts = torch.zeros(ffn_size, topology.local_experts, dtype=torch.int32)
     masks = [[0] * -(-ffn_size // 32) for _ in range(9)]
@@ -344,9 +378,26 @@ def to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda t: t.to(dtype)
 
 
-# op, argument, what is wrong with it, and what the error says beside the argument's name. 5 tokens.
-Refusal = tuple[str, str, str, Callable[[Any], Any], tuple[str, ...]]
-REFUSED: list[Refusal] = [
+class Refusal(NamedTuple):
+    """A bad argument of a step of 5 tokens.
+
+    Attributes:
+        wrong: what is wrong with it.
+        says: what the error says beside the argument's name.
+        found: for what the host does not see without reading memory: what check() raises where a kernel finds it, None
+            where no kernel looks.
+    """
+
+    op: str
+    argument: str
+    wrong: str
+    change: Callable[[Any], Any]
+    says: tuple[str, ...]
+    found: type[afd_ops.AfdError] | str | None = "by the host"
+
+
+ARGUMENT, STALE = afd_ops.ArgumentError, afd_ops.StaleError
+ROWS: list[tuple[Any, ...]] = [
     ("dispatch", "x", "1 dimension", flat, ("x has 1 dim", "expected 2")),
     ("dispatch", "x", "3 dimensions", deep, ("x has 3 dim", "expected 2")),
     ("dispatch", "x", "hidden", wide, ("x has size 17", "expected 16")),
@@ -360,108 +411,116 @@ REFUSED: list[Refusal] = [
     ("dispatch", "topk_ids", "topk", wide, ("topk_ids has size 3", "expected 2")),
     ("dispatch", "topk_ids", "float32", to(torch.float32), ("topk_ids is float32", "expected int32 or int64")),
     ("dispatch", "topk_ids", "int16", to(torch.int16), ("topk_ids is ", "expected int32 or int64")),
-    ("dispatch", "topk_ids", "id E", with_word(4, 1, value=5), ("topk_ids[4, 1] is 5", "0 to 4")),
-    ("dispatch", "topk_ids", "id -2", with_word(4, 1, value=-2), ("topk_ids[4, 1] is -2", "-1", "0 to 4")),
-    ("dispatch", "topk_ids", "id 2^32", with_word(0, 0, value=2**32), (f"topk_ids[0, 0] is {2**32}", "0 to 4")),
+    ("dispatch", "topk_ids", "id E", with_word(4, 1, value=5), ("topk_ids[4, 1] is 5", "0 to 4"), ARGUMENT),
+    ("dispatch", "topk_ids", "id -2", with_word(4, 1, value=-2), ("topk_ids[4, 1] is -2", "-1", "0 to 4"), ARGUMENT),
+    ("dispatch", "topk_ids", "id 2^32", with_word(0, 0, value=2**32), ("topk_ids[0, 0] is 4294967296",), ARGUMENT),
     ("dispatch", "topk_weights", "1 dimension", flat, ("topk_weights has 1 dim", "expected 2")),
     ("dispatch", "topk_weights", "tokens", cut, ("topk_weights has size 4", "expected 5")),
     ("dispatch", "topk_weights", "topk", wide, ("topk_weights has size 3", "expected 2")),
     ("dispatch", "topk_weights", "bfloat16", to(torch.bfloat16), ("topk_weights is bfloat16", "expected float32")),
     ("dispatch", "topk_weights", "float64", to(torch.float64), ("topk_weights is float64", "expected float32")),
-    ("dispatch", "port", "stage", with_word(2, value=2), ("port is for stage 2", "2 stages")),
+    ("dispatch", "port", "stage", with_word(2, value=2), ("port is for stage 2", "2 stages"), ARGUMENT),
     ("combine", "ticket", "1 dimension", flat, ("ticket has 1 dim", "expected 2")),
     ("combine", "ticket", "width", wide, ("ticket has size 9", "expected 8")),
     ("combine", "ticket", "int64", to(torch.int64), ("ticket is int64", "expected int32")),
     ("combine", "ticket", "strided", columns_first, ("ticket is not contiguous",)),
     ("combine", "ticket", "no rows", lambda t: t[:0], ("ticket has 0 rows", "at least 1")),
     ("combine", "ticket", "rows", cut, ("base has size 5", "expected 4")),
-    ("combine", "port", "stage", with_word(2, value=0), ("ticket is of stage 1", "port is of stage 0")),
-    ("combine", "port", "layer", with_word(1, value=4), ("ticket is of layer 3", "port is of layer 4")),
+    ("combine", "port", "stage", with_word(2, value=0), ("ticket is of stage 1", "port is of stage 0"), STALE),
+    ("combine", "port", "layer", with_word(1, value=4), ("ticket is of layer 3", "port is of layer 4"), STALE),
     ("combine", "base", "1 dimension", flat, ("base has 1 dim", "expected 2")),
     ("combine", "base", "tokens", cut, ("base has size 4", "expected 5")),
     ("combine", "base", "hidden", wide, ("base has size 17", "expected 16")),
     ("combine", "base", "int32", to(torch.int32), ("base is int32", "expected float32, bfloat16 or float16")),
     ("combine", "base", "float64", to(torch.float64), ("base is float64", "expected float32, bfloat16 or float16")),
     ("combine", "base", "last stride", columns_first, ("base has stride 5", "expected 1")),
-    ("receive", "rows", "too few", lambda rows: rows - 1, ("rows is ", "but the item has ")),
-    ("receive", "rows", "negative", lambda rows: -1, ("rows is -1", "but the item has ")),
+    ("receive", "rows", "too few", lambda rows: rows - 1, ("rows is ", "but the item has "), ARGUMENT),
+    ("receive", "rows", "negative", lambda rows: -1, ("rows is -1",)),
     ("reply", "expert_out", "1 dimension", flat, ("expert_out has 1 dim", "expected 2")),
-    ("reply", "expert_out", "rows", cut, ("expert_out has ", "but the item has ")),
+    ("reply", "expert_out", "rows", cut, ("expert_out has ", "but the item has "), ARGUMENT),
     ("reply", "expert_out", "hidden", wide, ("expert_out has size 17", "expected 16")),
     ("reply", "expert_out", "float16", to(torch.float16), ("expert_out is float16", "expected float32")),
     ("reply", "expert_out", "last stride", columns_first, ("expert_out has stride ", "expected 1")),
     ("plan", "topk_ids", "1 dimension", flat, ("topk_ids has 1 dim", "expected 2")),
     ("plan", "topk_ids", "float32", to(torch.float32), ("topk_ids is float32", "expected int32 or int64")),
-    ("plan", "topk_ids", "id E", with_word(0, 1, value=5), ("topk_ids[0, 1] is 5", "0 to 4")),
+    ("plan", "topk_ids", "id E", with_word(0, 1, value=5), ("topk_ids[0, 1] is 5", "0 to 4"), None),
     ("plan", "expert_map", "1 dimension", flat, ("expert_map has 1 dim", "expected 2")),
     ("plan", "expert_map", "width", wide, ("expert_map has size 3", "expected 2")),
     ("plan", "expert_map", "int64", to(torch.int64), ("expert_map is int64", "expected int32")),
     ("plan", "expert_map", "strided", columns_first, ("expert_map is not contiguous",)),
-    ("plan", "expert_map", "rank", with_word(0, 0, value=2), ("expert_map[0] is (2, 0)", "below (2, 3)")),
-    ("plan", "expert_map", "local expert", with_word(4, 1, value=-1), ("expert_map[4] is (1, -1)", "below (2, 3)")),
+    ("plan", "expert_map", "rank", with_word(0, 0, value=2), ("expert_map[0] is (2, 0)", "below (2, 3)"), None),
+    ("plan", "expert_map", "local", with_word(4, 1, value=-1), ("expert_map[4] is (1, -1)", "below (2, 3)"), None),
 ]
-for _op in ("dispatch", "arrive", "receive", "reply", "combine"):
-    REFUSED += [
-        (_op, "port", "no magic", torch.zeros_like, ("port holds 0", str(_C.PORT_MAGIC), "attach(window)")),
+# The FFN ranks' ops need nothing of a port's content.
+PORT: dict[str, Any] = {"dispatch": ARGUMENT, "combine": STALE, "arrive": None, "receive": None, "reply": None}
+for _op in PORT:
+    ROWS += [
+        (_op, "port", "no magic", torch.zeros_like, ("port holds 0", str(_C.PORT_MAGIC), "attach(window)"), PORT[_op]),
         (_op, "port", "size", cut, ("port has size 3", "expected 4")),
         (_op, "port", "2 dimensions", deep, ("port has 2 dim", "expected 1")),
         (_op, "port", "int64", to(torch.int64), ("port is int64", "expected int32")),
-        (_op, "port", "stage -1", with_word(2, value=-1), ("port is for stage -1", "2 stages")),
+        (_op, "port", "stage -1", with_word(2, value=-1), ("port is for stage -1", "2 stages"), PORT[_op]),
         (_op, "port", "strided", lambda p: torch.stack([p, torch.zeros_like(p)], 1)[:, 0], ("port is not contiguous",)),
     ]
 for _op in ("receive", "reply"):
-    REFUSED += [
+    ROWS += [
         (_op, "item", "1 dimension", flat, ("item has 1 dim", "expected 2")),
         (_op, "item", "slots", cut, ("item has size 12", "expected 13")),
         (_op, "item", "width", wide, ("item has size 9", "expected 8")),
         (_op, "item", "int64", to(torch.int64), ("item is int64", "expected int32")),
         (_op, "item", "strided", columns_first, ("item is not contiguous",)),
-        (_op, "item", "count", with_word(0, _C.ITEM_COUNT, value=13), ("item holds 13 slots", "0 to 12")),
-        (_op, "item", "region", with_word(1, 0, value=2), ("item names slot (2, ",)),
-        (_op, "item", "ring", with_word(1, 2, value=-1), ("item names slot (", ", -1)")),
+        (_op, "item", "count", with_word(0, _C.ITEM_COUNT, value=13), ("item holds 13 slots", "0 to 12"), None),
+        (_op, "item", "region", with_word(1, 0, value=2), ("item names slot (2, ",), None),
+        (_op, "item", "ring", with_word(1, 2, value=-1), ("item names slot (", ", -1)"), None),
     ]
+REFUSED = [Refusal(*row) for row in ROWS]
 
 
-@pytest.mark.parametrize(
-    ("name", "argument", "change", "says"),
-    [pytest.param(op, argument, *rest, id=f"{op}-{argument}-{wrong}") for op, argument, wrong, *rest in REFUSED],
-)
+@pytest.mark.parametrize("refusal", REFUSED, ids=lambda r: f"{r.op}-{r.argument}-{r.wrong}")
 def test_a_bad_argument_is_refused_by_name_and_nothing_is_lost(
-    cluster: list[afd_ops.Window],
-    name: str,
-    argument: str,
-    change: Callable[[Any], Any],
-    says: tuple[str, ...],
-    seed: int,
+    cluster: list[afd_ops.Window], refusal: Refusal, seed: int
 ) -> None:
     """faults: written before it was checked, a ring or sequence used up, a wrong stride or width read silently."""
+    name, found = refusal.op, refusal.found
+    if found is None and not harness.host_reads():
+        pytest.skip("its kernel takes this for granted")
     trip = by_hand(cluster, 5)
     good = stop_before(name, trip)
-    bad = tuple(change(a) if n == argument else a for n, a in zip(argument_names(name), good, strict=True))
-    state, stats = State(cluster), [window.stats() for window in cluster]
-    with pytest.raises(RuntimeError) as raised:
-        overload(name)(*bad)
-    message = str(raised.value)
-    assert message.startswith(f"Argument in afd::{name}: ")
-    assert all(part in message for part in says), message
-    assert type(afd_ops.errors.typed(raised.value)) is afd_ops.ArgumentError
-    assert State(cluster) == state
-    assert [window.stats() for window in cluster] == stats
-    finish(trip)
+    names = argument_names(name)
+    bad = tuple(refusal.change(a) if n == refusal.argument else a for n, a in zip(names, good, strict=True))
+    if isinstance(found, type) and not harness.host_reads():
+        (window,) = [w for w in cluster if w.id == bad[names.index("window")]]
+        out = overload(name)(*bad)
+        harness.synchronize()
+        with pytest.raises(found, match=refusal.argument if found is ARGUMENT else "ticket"):
+            window.check()
+        assert name != "combine" or bool(out.isnan().all())
+        harness.reset(cluster)
+    else:
+        state, stats = State(cluster), [window.stats() for window in cluster]
+        with pytest.raises(RuntimeError) as raised:
+            overload(name)(*bad)
+        message = str(raised.value)
+        assert message.startswith(f"Argument in afd::{name}: ")
+        assert all(part in message for part in refusal.says), message
+        assert type(afd_ops.errors.typed(raised.value)) is afd_ops.ArgumentError
+        assert State(cluster) == state
+        assert [window.stats() for window in cluster] == stats
+        finish(trip)
     finish(by_hand(cluster, 5))
 
 
-def test_a_ticket_that_was_cut_with_its_base_is_an_argument_error_not_the_peers_fault(
+def test_a_ticket_that_was_cut_with_its_base_is_the_callers_fault_not_the_peers(
     cluster: list[afd_ops.Window], seed: int
 ) -> None:
     """fault: the caller slices padding off both, and a healthy peer is accused and the window stopped."""
     trip = by_hand(cluster, 5)
     ticket, base, *rest = stop_before("combine", trip)
-    state = State(cluster)
-    with pytest.raises(RuntimeError, match=r"^Argument in afd::combine: ticket has 4 tokens, expected 5, as many as"):
+    kind, says = ARGUMENT, r"^Argument in afd::combine: ticket has 4 tokens, expected 5, as many as"
+    with refused(cluster, cluster[0], kind if harness.host_reads() else STALE, says):
         torch.ops.afd.combine(ticket[:-1], base[:-1], *rest)
-    assert State(cluster) == state
-    finish(trip)
+    if harness.host_reads():
+        finish(trip)
 
 
 def test_a_full_lane_says_its_depth_and_nothing_is_lost(cluster: list[afd_ops.Window], seed: int) -> None:
@@ -471,11 +530,15 @@ def test_a_full_lane_says_its_depth_and_nothing_is_lost(cluster: list[afd_ops.Wi
     steps = [random_step(TOPOLOGY, 2) for _ in range(4)]
     for step in steps[:3]:
         torch.ops.afd.dispatch(*step[:3], window.port(0, 0), window.order, window.id)
-    full = State(cluster)
-    with pytest.raises(RuntimeError, match=r"^RingBusy in afd::dispatch: stage 0 .*3 dispatches in flight \(depth 3\)"):
+    slots = [harness.slots_of(peer).clone() for peer in cluster[2:]]
+    says = r"^RingBusy in afd::dispatch: stage 0 .*3 dispatches in flight \(depth 3\)"
+    with refused(cluster, window, afd_ops.RingBusyError, says):
         torch.ops.afd.dispatch(*steps[3][:3], window.port(0, 0), window.order, window.id)
-    assert State(cluster) == full
-    before.restore()
+    assert all(map(torch.equal, slots, [harness.slots_of(peer) for peer in cluster[2:]]))
+    if harness.host_reads():
+        before.restore()
+    else:
+        harness.reset(cluster)
     finish(by_hand(cluster, 2))
 
 
@@ -483,21 +546,19 @@ def test_a_ticket_is_good_once(cluster: list[afd_ops.Window], seed: int) -> None
     trip = by_hand(cluster, 3)
     used = stop_before("combine", trip)
     finish(trip)
-    state = State(cluster)
-    with pytest.raises(RuntimeError, match=r"^Stale in afd::combine: ticket with sequence .* was used before"):
+    with refused(cluster, cluster[0], STALE, r"^Stale in afd::combine: ticket with sequence .* was used before"):
         torch.ops.afd.combine(*used)
-    assert State(cluster) == state
 
 
 @pytest.mark.parametrize("name", ["receive", "reply"])
 def test_an_item_is_good_until_it_is_answered(cluster: list[afd_ops.Window], name: str, seed: int) -> None:
+    if name == "receive" and not harness.host_reads():
+        pytest.skip("its kernel does not ask whether the item was answered; reply's does")
     trip = by_hand(cluster, 3)
     used = stop_before(name, trip)
     finish(trip)
-    state = State(cluster)
-    with pytest.raises(RuntimeError, match=f"^Stale in afd::{name}: item with sequence .* was answered before"):
+    with refused(cluster, cluster[2], STALE, f"^Stale in afd::{name}: item with sequence .* was answered before"):
         overload(name)(*used)
-    assert State(cluster) == state
 
 
 @pytest.mark.parametrize(("name", "place"), [("receive", "item"), ("reply", "item"), ("combine", "ticket")])
@@ -506,14 +567,20 @@ def test_what_is_of_another_generation_is_refused(
 ) -> None:
     trip = by_hand(cluster, 3)
     good = stop_before(name, trip)
-    names = argument_names(name)
-    bad = tuple(with_word(0, 0, value=77)(a) if n == place else a for n, a in zip(names, good, strict=True))
-    state = State(cluster)
-    generation = cluster[0].generation
-    with pytest.raises(RuntimeError, match=f"^Stale in afd::{name}: {place} is of generation 77, .* at {generation}"):
+    bad = tuple(
+        with_word(0, 0, value=77)(a) if n == place else a for n, a in zip(argument_names(name), good, strict=True)
+    )
+    says = f"^Stale in afd::{name}: {place} is of generation 77, .* at {cluster[0].generation}"
+    if name == "combine" or harness.host_reads():
+        with refused(cluster, cluster[0], STALE, says):
+            overload(name)(*bad)
+    else:  # an item of before a reset, which a server loop may still hold: dropped without a word
+        state = State(cluster)
         overload(name)(*bad)
-    assert State(cluster) == state
-    finish(trip)
+        assert State(cluster) == state
+        cluster[2].check()
+    if name != "combine" or harness.host_reads():
+        finish(trip)
 
 
 @pytest.mark.parametrize("name", ["dispatch", "arrive", "receive", "reply", "combine"])
