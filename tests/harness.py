@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -175,6 +175,13 @@ def reset(windows: Sequence[afd_ops.Window]) -> None:
     assert together(*(window.reset for window in windows)) == [None] * len(windows)
 
 
+def settle(window: afd_ops.Window) -> None:
+    """After an op: raises what only its kernel found, where a CPU window's op has raised it itself."""
+    if not host_reads():
+        synchronize()
+        window.check()
+
+
 def take(server: afd_ops.ExpertServer) -> tuple[Tensor, int, int]:
     """The next item of a server, its layer and its rows; the caller answers it."""
     item = torch.ops.afd.arrive(server.port, server.window.id)
@@ -249,6 +256,16 @@ def server_stream(window: afd_ops.Window) -> torch.cuda.Stream | None:
     return independent_stream(device) if device == torch.device(DEVICE) else torch.cuda.Stream(device)
 
 
+def run_on(stream: torch.cuda.Stream | None, server: afd_ops.ExpertServer) -> None:
+    with torch.cuda.stream(stream) if stream else nullcontext():
+        server.run()
+
+
+def runner(server: afd_ops.ExpertServer) -> Callable[[], None]:
+    """server.run() on a stream of its own, for another thread; made while nothing waits."""
+    return partial(run_on, server_stream(server.window), server)
+
+
 @contextmanager
 def answering(
     servers: Sequence[afd_ops.ExpertServer], streams: Sequence[torch.cuda.Stream | None] | None = None
@@ -260,8 +277,7 @@ def answering(
 
     def serve(server: afd_ops.ExpertServer, stream: torch.cuda.Stream | None) -> None:
         try:
-            with torch.cuda.stream(stream) if stream else nullcontext():
-                server.run()
+            run_on(stream, server)
         except (afd_ops.ClosedError, afd_ops.AbortedError):
             pass
         except BaseException as error:

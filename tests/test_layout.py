@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
-import threading
 from typing import Any
 
 import harness
@@ -25,11 +23,11 @@ def create(attention: int = 2, ffn: int = 3, num_experts: int = 5, **sizes: Any)
     return Geometry.create(Topology(attention, ffn, num_experts), **{**SIZES, **sizes})
 
 
-def hexdump(address: int, nbytes: int) -> str:
+def hexdump(memory: torch.Tensor) -> str:
     """Little-endian 32-bit words, four a line; "x 12" after a line: there are twelve of it."""
-    raw, lines = ctypes.string_at(address, nbytes), list[str]()
+    raw, lines = bytes(memory.tolist()), list[str]()
     previous, repeats = b"", 0
-    for at in [*range(0, nbytes, 16), nbytes]:
+    for at in [*range(0, len(raw), 16), len(raw)]:
         line = raw[at : at + 16]
         if line == previous:
             repeats += 1
@@ -43,16 +41,11 @@ def hexdump(address: int, nbytes: int) -> str:
     return "\n".join(lines)
 
 
-def slot_address(window: afd_ops.Window, index: int) -> int:
-    layout = window.geometry.layout
-    return _C.addresses(window.id)["window"] + layout["slots"] + index * layout["slot_bytes"]
-
-
 def flag(window: afd_ops.Window, index: int) -> int:
-    at = _C.addresses(window.id)["window"] + window.geometry.layout["flags"] + index * _C.WORD_STRIDE
-    return ctypes.c_int32.from_address(at).value
+    return int(harness.word(window, window.geometry.layout["flags"] + index * _C.WORD_STRIDE))
 
 
+@pytest.mark.usefixtures("device")
 def test_a_whole_slot_is_what_the_wire_format_says_in_both_directions() -> None:
     """Generation 1, layer 3, stage 1, ring 1: no word that is pinned here is zero by accident.
 
@@ -60,24 +53,20 @@ def test_a_whole_slot_is_what_the_wire_format_says_in_both_directions() -> None:
     """
     topology = Topology(2, 2, 5)  # ffn 0 owns experts 0 to 2, ffn 1 owns 3 and 4
     with harness.windows(topology, **SIZES) as windows:
-        resets = [threading.Thread(target=window.reset) for window in windows]
-        for thread in resets:
-            thread.start()
-        for thread in resets:
-            thread.join()
+        harness.reset(windows)
         _, attention, ffn, _ = windows
-        module = afd_ops.RemoteExperts(3, stage=1).attach(attention)
+        module = harness.remote(attention, 3, 1)
         nothing = torch.zeros(0, 4), torch.zeros(0, 2, dtype=torch.int32), torch.zeros(0, 2)
-        module.dispatch(*nothing)  # takes ring 0
+        module.dispatch(*(t.to(harness.DEVICE) for t in nothing))  # takes ring 0
         x = torch.arange(1.0, 13.0).reshape(3, 4)
         ids = torch.tensor([[2, 0], [4, -1], [2, 2]])
         weights = torch.tensor([[0.5, 1.0], [2.0, 3.0], [4.0, 8.0]])
-        ticket = module.dispatch(x, ids, weights)
+        ticket = module.dispatch(*(t.to(harness.DEVICE) for t in (x, ids, weights)))
 
         slot = (1 * 2 + 1) * 2 + 1  # (region 1, stage 1, ring 1) of [regions, stages, depth]
         assert [flag(ffn, index) for index in range(8)] == [0, 0, 0, 0, 0, 0, _C.READY, _C.READY]
         assert_expected_inline(
-            hexdump(slot_address(ffn, slot), ffn.geometry.layout["slot_bytes"]),
+            hexdump(harness.slots_of(ffn)[slot]),
             """\
 0000  53444641 00000002 00000001 00000003
 0010  00000003 00000000 00000001 00000000
@@ -114,7 +103,7 @@ def test_a_whole_slot_is_what_the_wire_format_says_in_both_directions() -> None:
         slot = (0 * 2 + 1) * 2 + 1  # the reply of ffn 0 lies in its region of the attention rank's window
         assert [flag(attention, index) for index in range(8)] == [0, 0, _C.READY, _C.READY, 0, 0, 0, 0]
         assert_expected_inline(
-            hexdump(slot_address(attention, slot), ffn.geometry.layout["slot_bytes"]),
+            hexdump(harness.slots_of(attention)[slot]),
             """\
 0000  53444641 00000002 00000001 00000003
 0010  00000003 00000000 00000001 00000000
@@ -265,6 +254,7 @@ def test_offsets_are_64_bit() -> None:
     assert huge.window_bytes() == huge.layout["slots"] + 1024 * 8 * 1024 * huge.layout["slot_bytes"] > 2**61
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("attention", "ffn"), [(3, 1), (1, 3), (2, 2)])
 def test_each_role_allocates_only_what_it_receives(attention: int, ffn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     allocated: list[int] = []
@@ -282,6 +272,7 @@ def test_each_role_allocates_only_what_it_receives(attention: int, ffn: int, mon
         assert max(expected) == geometry.window_bytes()
 
 
+@pytest.mark.usefixtures("device")
 def test_a_heap_without_sizes_per_role_is_asked_for_the_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated: list[int] = []
 

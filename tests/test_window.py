@@ -1,8 +1,11 @@
-"""How a window begins and ends: construction, deadlines, poison, reset, close. Ranks are threads of this process."""
+"""How a window begins and ends: construction, deadlines, poison, reset, close. Ranks are threads of this process.
+
+What ends a wait is tested on every device. An error that a kernel finds is raised by check(), not by the op: `ask` and
+`Flight.combine` end with it there. Its host learns of a peer's end from its own kernels, so from its next op.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import re
@@ -18,36 +21,19 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
-from harness import expected, random_step
+from harness import expected, random_step, reset, together
 from torch import Tensor
 
 import afd_ops
 from afd_ops import _C, Bootstrap, ExpertServer, LocalHeap, RemoteExperts, ShmHeap, Topology, Window
 
 pytestmark = pytest.mark.usefixtures("seed")
+on_every_device = pytest.mark.usefixtures("device")
 
 SLACK = 3.0  # seconds: what a busy machine may add to a wait that should have ended
 AT_ONCE = 2.0  # seconds, far below the deadline that would have ended the wait instead
 SIZES: dict[str, Any] = {**harness.SIZES, "tokens": 8}
 PAIR = Topology(1, 1, 2)
-
-
-def together(*actions: Callable[[], Any]) -> list[Any]:
-    """Each action in a thread of its own: what it returned, or the exception that ended it."""
-    outcomes: list[Any] = [TimeoutError("still running")] * len(actions)
-
-    def run(index: int) -> None:
-        try:
-            outcomes[index] = actions[index]()
-        except BaseException as error:
-            outcomes[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(actions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return outcomes
 
 
 @contextmanager
@@ -58,9 +44,9 @@ def within(least: float, most: float) -> Iterator[None]:
 
 
 @contextmanager
-def raises(window: Window, kind: type[Exception], text: str = "in afd::") -> Iterator[Any]:
+def raises(window: Window, kind: type[Exception], text: str = "") -> Iterator[Any]:
     """The op inside raises what becomes `kind`, and says `text`."""
-    with pytest.raises(kind, match=re.escape(text)) as caught:
+    with pytest.raises(kind, match=re.escape(text) or None) as caught:
         try:
             yield caught
         except RuntimeError as error:
@@ -76,31 +62,37 @@ class Flight(NamedTuple):
     step: tuple[Tensor, Tensor, Tensor, Tensor]
 
     def combine(self) -> Tensor:
-        return self.module.combine(self.ticket, self.step[3])
+        out = self.module.combine(self.ticket, self.step[3])
+        harness.settle(self.window)
+        return out
 
     def assert_answered(self) -> None:
         assert torch.equal(self.combine(), expected(self.window.topology, *self.step))
 
 
 def ask(window: Window, layer: int = 0, stage: int = 0) -> Flight:
-    module, step = RemoteExperts(layer, stage).attach(window), random_step(window.topology, 4)
+    module, step = harness.remote(window, layer, stage), random_step(window.topology, 4)
     step[1][0] = torch.tensor([0, 1])  # at least one row for each of two experts
-    return Flight(window, module, module.dispatch(*step[:3]), step)
+    flight = Flight(window, module, module.dispatch(*step[:3]), step)
+    harness.settle(window)
+    return flight
+
+
+def hear(window: Window) -> None:
+    """check(), once the window has had a chance to learn how its peers are."""
+    if not harness.host_reads():
+        ask(window)
+    window.check()
 
 
 def server_of(window: Window) -> ExpertServer:
     return ExpertServer(window, harness.experts_of(window.topology, window.role_rank))
 
 
-def reset(windows: list[Window]) -> None:
-    assert together(*(window.reset for window in windows)) == [None] * len(windows)
-
-
 def poisoned(window: Window) -> list[bool]:
     """Per peer: whether it told this rank that it gave up."""
-    at = _C.addresses(window.id)["window"] + window.geometry.layout["sticky"]
-    count = len(window.topology.peers(window.bootstrap.rank))
-    return [ctypes.c_int32.from_address(at + i * _C.WORD_STRIDE).value == _C.POISONED for i in range(count)]
+    count, sticky = len(window.topology.peers(window.bootstrap.rank)), window.geometry.layout["sticky"]
+    return [int(harness.word(window, sticky + i * _C.WORD_STRIDE)) == _C.POISONED for i in range(count)]
 
 
 # Construction.
@@ -349,6 +341,7 @@ def test_building_and_closing_many_times_leaves_nothing_behind() -> None:
     assert len(set(ids)) == len(ids) == 60
 
 
+@on_every_device
 def test_two_windows_of_one_process_do_not_mix() -> None:
     first, second = Topology(1, 2, 4), Topology(2, 1, 3)
     with harness.serving(first) as one, harness.serving(second, hidden=16, depth=1) as two:
@@ -442,14 +435,15 @@ def test_a_group_that_meets_again_does_not_read_what_the_first_one_left() -> Non
 # Deadlines.
 
 
+@on_every_device
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_peer_that_does_not_answer_is_named_within_the_deadline(late: int) -> None:
     topology = Topology(1, 2, 4)
     with harness.windows(topology, deadline=0.5, stages=2) as (attention, *ffn):
         ask(attention, layer=5, stage=1)
         flight = ask(attention, layer=6, stage=1)
-        if late == 1:
-            assert [server_of(ffn[0]).step(), server_of(ffn[0]).step()] == [1, 1]
+        other = server_of(ffn[1 - late])
+        assert [other.step(), other.step()] == [1, 1]
         text = f"rank {1 + late} (ffn {late}) did not answer within 0.5 s"
         with within(0.5, 0.5 + SLACK), raises(attention, afd_ops.PeerTimeoutError, text) as caught:
             flight.combine()
@@ -470,13 +464,15 @@ def test_a_peer_that_does_not_answer_is_named_within_the_deadline(late: int) -> 
             assert [(error["kind"], error["peer"]) for error in window.errors()] == [("PeerFailed", 0)]
 
 
+@on_every_device
 def test_an_ffn_rank_that_is_too_slow_closes_the_region_and_says_so() -> None:
     with harness.windows(Topology(2, 1, 2), deadline=0.5) as (slow, other, ffn):
         flight, server = ask(slow, layer=4), server_of(ffn)
-        item = torch.ops.afd.arrive(server.port, ffn.id)
+        item, layer, bucket = harness.take(server)
         time.sleep(0.55)
-        rows, scales, offsets = torch.ops.afd.receive(item, server.port, ffn.id, int(item[0, _C.ITEM_ROWS]))
-        torch.ops.afd.reply(server.experts(rows, scales, offsets, 4), item, server.port, ffn.id)
+        rows, scales, offsets = torch.ops.afd.receive(item, server.port, ffn.id, bucket)
+        torch.ops.afd.reply(server.experts(rows, scales, offsets, layer), item, server.port, ffn.id)
+        harness.synchronize()
         (error,) = ffn.errors()
         assert (error["kind"], error["op"], error["peer"], error["layer"]) == ("Timeout", "reply", 0, 4)
         assert "rank 0 (attention 0) was not answered within 0.5 s" in error["message"]
@@ -487,6 +483,7 @@ def test_an_ffn_rank_that_is_too_slow_closes_the_region_and_says_so() -> None:
         flight.assert_answered()
 
 
+@on_every_device
 def test_idle_is_not_a_fault() -> None:
     with harness.windows(PAIR, deadline=0.4, poll_interval=0.05) as (attention, ffn):
         server = server_of(ffn)
@@ -494,6 +491,7 @@ def test_idle_is_not_a_fault() -> None:
             for _ in range(10):
                 assert server.step() == 0
         empty = torch.ops.afd.arrive(server.port, ffn.id)
+        assert server._read(empty)[0] == 0
         rows, _, offsets = torch.ops.afd.receive(empty, server.port, ffn.id, 0)
         assert rows.shape == (0, 16) and offsets.tolist() == [0, 0]
         torch.ops.afd.reply(rows, empty, server.port, ffn.id)
@@ -503,6 +501,7 @@ def test_idle_is_not_a_fault() -> None:
         flight.assert_answered()
 
 
+@on_every_device
 def test_check_never_waits() -> None:
     with harness.windows(PAIR) as (attention, ffn):
         ask(attention)  # a reply is outstanding, and will not come
@@ -510,12 +509,13 @@ def test_check_never_waits() -> None:
             attention.check()
         ffn.poison()
         with within(0.0, AT_ONCE), pytest.raises(afd_ops.PeerFailedError, match=re.escape("rank 1 (ffn 0) failed")):
-            attention.check()
+            hear(attention)
 
 
 # Peers that fail, and peers that leave.
 
 
+@on_every_device
 def test_poison_ends_every_wait_of_the_window() -> None:
     """fault: two lanes wait, one learns that the window has stopped, and the other waits for its own deadline."""
     with harness.windows(Topology(1, 2, 2), stages=2) as (attention, *_):
@@ -528,10 +528,11 @@ def test_poison_ends_every_wait_of_the_window() -> None:
                 raise outcome
 
 
+@on_every_device
 def test_a_failed_region_is_closed_and_the_others_are_served_on() -> None:
     with harness.windows(Topology(3, 1, 2)) as (*attention, ffn):
-        server, outcome = server_of(ffn), list[Any]()
-        thread = threading.Thread(target=lambda: outcome.extend(together(server.run)))
+        run, outcome = harness.runner(server_of(ffn)), list[Any]()
+        thread = threading.Thread(target=lambda: outcome.extend(together(run)))
         thread.start()
         for turn in range(3):
             for flight in [ask(window, layer=turn) for window in attention]:
@@ -550,6 +551,7 @@ def test_a_failed_region_is_closed_and_the_others_are_served_on() -> None:
         assert "rank 1 (attention 1) failed and poisoned this window" in str(error)
 
 
+@on_every_device
 def test_poison_survives_the_reset_of_a_flag_and_a_late_flag() -> None:
     """fault: poison kept in a flag is erased by the in-band reset of that flag, or overwritten by a late READY."""
     with harness.windows(PAIR) as (attention, ffn):
@@ -557,15 +559,15 @@ def test_poison_survives_the_reset_of_a_flag_and_a_late_flag() -> None:
         assert server.step() == 1
         ffn.poison()
         flight.assert_answered()  # the answer was there before; taking it puts the flag back
-        ring = attention.geometry.layout["flags"] + _C.addresses(attention.id)["window"]
-        ctypes.c_int32.from_address(ring).value = _C.READY
+        harness.word(attention, attention.geometry.layout["flags"]).fill_(_C.READY)
         assert poisoned(attention) == [True]
         with pytest.raises(afd_ops.PeerFailedError):
-            attention.check()
+            hear(attention)
         with raises(attention, afd_ops.PeerFailedError):
             ask(attention)
 
 
+@on_every_device
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_an_exception_of_the_experts_reaches_everyone_at_once(kind: type[BaseException]) -> None:
     """fault: the server loop dies, and the attention ranks learn of it by their own deadline."""
@@ -574,31 +576,35 @@ def test_an_exception_of_the_experts_reaches_everyone_at_once(kind: type[BaseExc
         raise kind("no such weights")
 
     with harness.windows(Topology(2, 1, 2)) as (asking, idle, ffn):
-        flight = ask(asking)
+        flight, run = ask(asking), harness.runner(ExpertServer(ffn, broken))
         with within(0.0, AT_ONCE):
-            served, combined = together(ExpertServer(ffn, broken).run, flight.combine)
+            served, combined = together(run, flight.combine)
         assert type(served) is kind, "never swallowed, never replaced"
         with raises(asking, afd_ops.PeerFailedError, "rank 2 (ffn 0) failed and poisoned this window"):
             raise combined
         with pytest.raises(afd_ops.PeerFailedError):
-            idle.check()
+            hear(idle)
         with raises(ffn, afd_ops.RankFailedError):
             torch.ops.afd.arrive(ffn.port(), ffn.id)
 
 
+@on_every_device
 def test_experts_of_the_wrong_shape_fail_the_same_way() -> None:
     with harness.windows(PAIR) as (attention, ffn):
         flight = ask(attention)
-        served, combined = together(ExpertServer(ffn, lambda rows, *_: rows[:1]).run, flight.combine)
+        run = harness.runner(ExpertServer(ffn, lambda rows, *_: rows[:1]))
+        served, combined = together(run, flight.combine)
         assert isinstance(served, afd_ops.ArgumentError) and "expert_out has 1 rows" in str(served)
         with raises(attention, afd_ops.PeerFailedError):
             raise combined
 
 
+@on_every_device
 def test_a_server_ends_when_every_attention_rank_has_left() -> None:
     with harness.windows(Topology(2, 1, 2)) as (first, second, ffn):
         outcome: list[Any] = []
-        thread = threading.Thread(target=lambda: outcome.extend(together(server_of(ffn).run)))
+        run = harness.runner(server_of(ffn))
+        thread = threading.Thread(target=lambda: outcome.extend(together(run)))
         thread.start()
         ask(first).assert_answered()
         first.close()
@@ -609,6 +615,7 @@ def test_a_server_ends_when_every_attention_rank_has_left() -> None:
         assert outcome == [None]
 
 
+@on_every_device
 def test_stop_ends_a_server() -> None:
     with harness.windows(PAIR) as (_, ffn):
         server = server_of(ffn)
@@ -616,6 +623,7 @@ def test_stop_ends_a_server() -> None:
         assert together(server.run) == [None]
 
 
+@on_every_device
 def test_an_ffn_rank_that_leaves_early_is_named() -> None:
     with harness.windows(Topology(1, 2, 2)) as (attention, _, leaver):
         flight = ask(attention)
@@ -672,6 +680,7 @@ def test_a_ticket_is_good_for_one_combine_of_its_own_lane_and_layer() -> None:
         attention.check()
 
 
+@on_every_device
 @pytest.mark.parametrize("sequence", [-1, 1, 2**32])
 def test_a_ticket_that_was_never_issued_is_refused(sequence: int) -> None:
     """A damaged ticket must not wait for an answer that was never asked for; -1 is how an idle ring is marked."""
@@ -679,7 +688,7 @@ def test_a_ticket_that_was_never_issued_is_refused(sequence: int) -> None:
         flight = ask(attention)
         flight.assert_answered()
         flight.ticket[0, 3:5] = torch.tensor([sequence]).view(torch.int32)
-        with raises(attention, afd_ops.StaleError, f"sequence {sequence} "):
+        with raises(attention, afd_ops.StaleError, f"sequence {sequence}"):
             flight.combine()
 
 
@@ -711,6 +720,7 @@ def test_a_port_without_a_layer_is_refused_before_anything_is_sent() -> None:
 # An exception between dispatch and combine.
 
 
+@on_every_device
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_an_exception_between_dispatch_and_combine_stops_the_window_until_reset(kind: type[BaseException]) -> None:
     """fault: the reply that is on its way pairs with the next request and looks plausible."""
@@ -726,11 +736,14 @@ def test_an_exception_between_dispatch_and_combine_stops_the_window_until_reset(
         reset(windows)
         with raises(attention, afd_ops.StaleError):
             flight.combine()
+        if not harness.host_reads():
+            reset(windows)  # a kernel cannot raise: it stops the window
         flight = ask(attention)
         assert server_of(ffn).step() == 1
         flight.assert_answered()
 
 
+@on_every_device
 def test_an_exception_with_nothing_in_flight_stops_nothing() -> None:
     with harness.serving(PAIR) as (attention,):
         for _ in range(2):
@@ -738,7 +751,8 @@ def test_an_exception_with_nothing_in_flight_stops_nothing() -> None:
                 ask(attention).assert_answered()
                 raise ValueError("elsewhere")
         with pytest.raises(afd_ops.ArgumentError, match="topk_ids"), attention.step():
-            RemoteExperts(0).attach(attention).dispatch(torch.zeros(2, 16), torch.zeros(3, 2).int(), torch.zeros(2, 2))
+            x, ids, weights, _ = random_step(PAIR, 3)
+            harness.remote(attention).dispatch(x[:2], ids, weights[:2])
         with attention.step():
             ask(attention).assert_answered()
 
@@ -799,22 +813,25 @@ def test_reset_drops_what_is_in_flight_and_refuses_it_afterwards() -> None:
         attention.check()
 
 
+@on_every_device
 def test_a_reply_of_before_a_reset_is_a_protocol_error_not_a_result() -> None:
     """What a store that lands late would leave in the slot: a complete reply, of the generation before."""
     with harness.windows(PAIR) as windows:
         attention, ffn = windows
         flight = ask(attention)
         assert server_of(ffn).step() == 1
-        base, layout = _C.addresses(attention.id)["window"], attention.geometry.layout
-        late = ctypes.string_at(base + layout["slots"], layout["slot_bytes"])
+        harness.synchronize()
+        late = harness.slots_of(attention)[0].clone()
         reset(windows)
         flight = ask(attention)
-        ctypes.memmove(base + layout["slots"], late, len(late))
-        ctypes.c_int32.from_address(base + layout["flags"]).value = _C.READY
+        harness.slots_of(attention)[0] = late
+        harness.word(attention, attention.geometry.layout["flags"]).fill_(_C.READY)
+        harness.synchronize()
         with raises(attention, afd_ops.ProtocolError, "generation is 0, expected 1"):
             flight.combine()
 
 
+@on_every_device
 @pytest.mark.parametrize("stopped_by", ["timeout", "attention", "ffn", "garbage"])
 def test_reset_makes_a_stopped_window_work_again(stopped_by: str) -> None:
     with harness.windows(Topology(2, 2, 4), deadline=0.5) as windows:
@@ -898,6 +915,7 @@ def test_a_step_that_spans_a_reset_does_not_stop_the_next_generation() -> None:
         flight.assert_answered()
 
 
+@on_every_device
 def test_reset_with_a_rank_missing_raises_within_the_timeout() -> None:
     with harness.windows(Topology(1, 2, 2)) as (attention, ffn, _):
         for window in (attention, ffn):
@@ -912,6 +930,7 @@ def test_reset_with_a_rank_missing_raises_within_the_timeout() -> None:
             attention.close()
 
 
+@on_every_device
 def test_reset_many_times() -> None:
     with harness.windows(Topology(2, 1, 2)) as windows:
         for turn in range(1, 11):
@@ -925,10 +944,11 @@ def test_reset_many_times() -> None:
 # close().
 
 
+@on_every_device
 def test_close_may_be_called_twice_and_ops_say_closed() -> None:
     with harness.windows(PAIR) as (attention, ffn):
         flight, server = ask(attention), server_of(ffn)
-        item = torch.ops.afd.arrive(server.port, ffn.id)
+        item, _, _ = harness.take(server)
         for _ in range(2):
             attention.close()
             ffn.close()
@@ -944,21 +964,26 @@ def test_close_may_be_called_twice_and_ops_say_closed() -> None:
                 op()
 
 
+@on_every_device
 def test_close_ends_a_wait_in_another_thread() -> None:
     with harness.windows(PAIR) as (attention, _):
         flight = ask(attention)
         threading.Timer(0.1, attention.close).start()
-        with within(0.1, 0.1 + SLACK), raises(attention, afd_ops.AbortedError, "is being reset or closed"):
+        kind = afd_ops.AbortedError if harness.host_reads() else afd_ops.ClosedError  # by check()
+        with within(0.1, 0.1 + SLACK), raises(attention, kind, "closed"):
             flight.combine()
 
 
+@on_every_device
 def test_a_server_whose_own_window_is_closed_ends_with_a_typed_error() -> None:
     with harness.windows(PAIR) as (_, ffn):
+        run = harness.runner(server_of(ffn))
         threading.Timer(0.1, ffn.close).start()
-        (outcome,) = together(server_of(ffn).run)
+        (outcome,) = together(run)
         assert isinstance(outcome, (afd_ops.AbortedError, afd_ops.ClosedError)), repr(outcome)
 
 
+@on_every_device
 def test_an_op_of_the_other_role_is_refused() -> None:
     with harness.windows(PAIR) as (attention, ffn):
         flight, item = ask(attention), torch.zeros(3, 8, dtype=torch.int32)
@@ -992,6 +1017,7 @@ def test_an_op_of_the_other_role_is_refused() -> None:
         flight.assert_answered()
 
 
+@on_every_device
 @pytest.mark.parametrize("unknown", [-1, 0, 2**16 - 1, 2**16, 2**40])
 def test_a_window_that_never_existed_is_named(unknown: int) -> None:
     with harness.windows(PAIR) as (attention, _), raises(attention, afd_ops.ClosedError, f"window {unknown} does not"):
@@ -1006,13 +1032,15 @@ HEADER = dict(magic=0, version=4, generation=8, layer=12, num_tokens=16, flags=2
 def poke(window: Window, slot: int, word: str, value: int, index: int = 0) -> int:
     """Overwrites a word of a slot, as a peer could; returns what was there."""
     layout = window.geometry.layout
-    at = _C.addresses(window.id)["window"] + layout["slots"] + slot * layout["slot_bytes"]
-    at += (HEADER[word] if word in HEADER else layout[word]) + 4 * index
-    cell = (ctypes.c_int64 if word == "sequence" else ctypes.c_int32).from_address(at)
-    before, cell.value = cell.value, value
+    at = layout["slots"] + slot * layout["slot_bytes"] + (HEADER[word] if word in HEADER else layout[word]) + 4 * index
+    cell = harness.word(window, at, torch.int64 if word == "sequence" else torch.int32)
+    before = int(cell)
+    cell.fill_(value)
+    harness.synchronize()
     return before
 
 
+@on_every_device
 @pytest.mark.parametrize(
     ("word", "value"),
     [("magic", 1), ("version", 99), ("generation", -1), ("sequence", 2**33 + 1), ("layer", 4), ("num_tokens", 3)],
@@ -1031,6 +1059,7 @@ def test_a_reply_with_a_wrong_word_is_a_protocol_error(word: str, value: int) ->
         assert [poisoned(window) for window in ffn] == [[True], [True]]
 
 
+@on_every_device
 @pytest.mark.parametrize(
     ("word", "index", "value", "text"),
     [
@@ -1064,8 +1093,11 @@ def test_a_dispatch_with_a_wrong_word_closes_its_region_only(word: str, index: i
         poke(ffn, 0, word, value, index)
         for server in (server_of(ffn), server_of(other)):
             assert server.step() >= 1
+        harness.synchronize()
         (error,) = ffn.errors()
         assert (error["kind"], error["peer"]) == ("Protocol", 0)
+        if not harness.host_reads() and text.startswith("counts"):
+            text = "counts is"  # of a bad count the kernel names the expert
         assert f"rank 0 (attention 0) broke the protocol: {text}" in error["message"]
         assert _C.regions(ffn.id) == (_C.POISONED, _C.ALIVE)
         flights[1].assert_answered()
