@@ -30,6 +30,8 @@ from torch.profiler import ProfilerActivity, profile
 import afd_ops
 from afd_ops import _C
 
+on_every_device = pytest.mark.usefixtures("device")
+
 TOPOLOGY = afd_ops.Topology(1, 2, 5)
 HIDDEN, TOKENS = SIZES["hidden"], SIZES["tokens"]
 BACKENDS = ["eager", "aot_eager", "inductor"]
@@ -76,7 +78,7 @@ def window() -> Iterator[afd_ops.Window]:
 
 
 def integers(*shape: int, low: int = -1, high: int = 2) -> Tensor:
-    return torch.randint(low, high, shape).float()
+    return torch.randint(low, high, shape).to(harness.DEVICE, torch.float32)
 
 
 class Layer(nn.Module):
@@ -133,7 +135,7 @@ def unsplit(model: nn.Module) -> nn.Module:
 
 
 def model_of(window: afd_ops.Window | None, layers: int, kind: type[Layer] = Layer) -> nn.Sequential:
-    model = nn.Sequential(*(kind(layer) for layer in range(layers)))
+    model = nn.Sequential(*(kind(layer) for layer in range(layers))).to(harness.DEVICE)
     afd_ops.attach(model, window)
     return model
 
@@ -162,6 +164,7 @@ def what_runs(weights: dict[tuple[int, ...], str] | None = None) -> Iterator[lis
 # Results and compiles.
 
 
+@on_every_device
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_model_is_one_graph_for_every_batch_size_and_exact(
@@ -194,6 +197,7 @@ def test_a_compiled_model_is_one_graph_for_every_batch_size_and_exact(
             settled = counter.frame_count
             check(1, 0, *range(2, TOKENS + 1))
             assert counter.frame_count == settled
+    harness.synchronize()
     assert window.stats()["dispatches"] == window.stats()["combines"] == ran
 
 
@@ -209,13 +213,14 @@ def test_without_marks_two_compiles_settle_every_batch_size(window: afd_ops.Wind
     assert counter.frame_count <= 2
 
 
+@on_every_device
 @pytest.mark.parametrize("kind", [Layer, DropInLayer])
 @pytest.mark.parametrize("how", ["module.compile", "torch.compile"])
 def test_one_compile_serves_all_layers_and_stages(
     window: afd_ops.Window, how: str, kind: type[Layer], seed: int
 ) -> None:
     """fault: a recompile per layer or stage; eight of them and torch gives up compiling."""
-    layers = [kind(layer, stage).eval() for layer in range(6) for stage in range(2)]
+    layers = [kind(layer, stage).to(harness.DEVICE).eval() for layer in range(6) for stage in range(2)]
     oracle = [unsplit(layer) for layer in layers]
     afd_ops.attach(nn.ModuleList(layers), window)
     counter = CompileCounterWithBackend("aot_eager")
@@ -234,6 +239,7 @@ def test_one_compile_serves_all_layers_and_stages(
     assert counter.frame_count == 1
 
 
+@on_every_device
 def test_ops_are_opaque_nodes_without_a_graph_break(window: afd_ops.Window, seed: int) -> None:
     model = model_of(window, 2, DropInLayer)
     with torch.no_grad():
@@ -289,12 +295,13 @@ afd.combine [5, 16] float32
 # Nothing dropped, duplicated or moved.
 
 
+@on_every_device
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("unused", ["dispatch", "combine"])
 def test_an_op_whose_output_is_unused_runs_once_per_call(backend: str, unused: str, seed: int) -> None:
     """fault: an op whose output nobody reads is dropped, and the peer hangs."""
     with harness.serving(TOPOLOGY, **{**QUIET, "depth": 4}) as (window,):
-        experts = afd_ops.RemoteExperts(0).attach(window)
+        experts = harness.remote(window)
 
         def half(x: Tensor, ids: Tensor, weights: Tensor, base: Tensor) -> Tensor:
             experts.dispatch(x, ids, weights)
@@ -309,6 +316,7 @@ def test_an_op_whose_output_is_unused_runs_once_per_call(backend: str, unused: s
         with torch.no_grad():
             for _ in range(3):
                 assert torch.equal(compiled(*step), step[3])
+        harness.synchronize()
         combines = 0 if unused == "dispatch" else 3
         assert (window.stats()["dispatches"], window.stats()["combines"]) == (3, combines)
 
@@ -367,6 +375,7 @@ def independent(experts: list[Any], steps: list[tuple[Tensor, ...]], shared: Ten
     )
 
 
+@on_every_device
 @pytest.mark.parametrize("program", [chain, ubatches, independent])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor", "inductor, everything on"])
 def test_ops_run_in_program_order(program: Callable[..., tuple[Tensor, ...]], backend: str, seed: int) -> None:
@@ -389,12 +398,12 @@ def test_ops_run_in_program_order(program: Callable[..., tuple[Tensor, ...]], ba
     sizes = {**QUIET, "hidden": hidden, "dtype": torch.bfloat16, "depth": 1}
     with harness.serving(one, recording, **sizes) as (window,):
         stages = 2 if program is ubatches else 1
-        experts = [afd_ops.RemoteExperts(layer, layer % stages).attach(window) for layer in range(4)]
+        experts = [harness.remote(window, layer, layer % stages) for layer in range(4)]
         assert all(layer.order is window.order for layer in experts), "one tensor, or nothing orders different layers"
         steps = [harness.random_step(one, TOKENS, hidden=hidden, dtype=torch.bfloat16) for _ in range(2)]
         for step in steps:
             step[1][:, 0] = 0  # every step reaches the peer's experts, which tell the order
-        shared = torch.eye(hidden, dtype=torch.bfloat16)
+        shared = torch.eye(hidden, dtype=torch.bfloat16, device=harness.DEVICE)
         with torch.no_grad():
             with what_runs() as order:
                 eager = program(experts, steps, shared)
@@ -402,9 +411,11 @@ def test_ops_run_in_program_order(program: Callable[..., tuple[Tensor, ...]], ba
                 program, backend=backend.split(",")[0], fullgraph=True, dynamic=False, options=options
             )
             compiled(experts, steps, shared)
+            harness.synchronize()
             served.clear()
             with what_runs() as ran:
                 out = compiled(experts, steps, shared)
+                harness.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(out, eager, strict=True))
         ours = ("dispatch", "combine")
         assert [op for op in ran if op in ours] == [op for op in order if op in ours]
