@@ -149,7 +149,8 @@ def slots_of(window: afd_ops.Window) -> Tensor:
 def fill_with_nan(window: afd_ops.Window) -> None:
     """Every field of every slot but the header: what is read without having been written shows."""
     slots_of(window)[:, window.geometry.layout["position"] :] = 0xFF
-    synchronize()
+    if window.heap.device.type == "cuda":
+        torch.cuda.synchronize(window.heap.device)  # of a process that shares a host with others: no other device
 
 
 def together(*actions: Callable[[], Any]) -> list[Any]:

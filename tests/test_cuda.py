@@ -21,10 +21,10 @@ from typing import Any
 import harness
 import pytest
 import torch
+from harness import SLEEP_CYCLES, slots_of
 from test_cuda_graphs import (
     BY_HAND,
     FUSED,
-    SLEEP_CYCLES,
     SPLIT,
     Captured,
     Cluster,
@@ -42,7 +42,6 @@ from torch.distributed import HashStore
 from torch.profiler import ProfilerActivity, profile
 
 import afd_ops
-from afd_ops import _C
 from afd_ops.reference import routed_sum
 
 pytestmark = pytest.mark.gpu
@@ -91,15 +90,6 @@ def run_scripts(
     return outputs
 
 
-def slots_of(window: afd_ops.Window) -> Tensor:
-    """The window's slots as they lie in memory: uint8 [slots, slot_bytes]."""
-    layout, device = window.geometry.layout, window.heap.device
-    count = _C.facts(window.id)["slots"]
-    address = _C.addresses(window.id)["window"] + layout["slots"]
-    memory = harness.device_bytes(device, address, count * layout["slot_bytes"])
-    return memory.view(count, layout["slot_bytes"])
-
-
 def slot_index(window: afd_ops.Window, region: int, stage: int, ring: int) -> int:
     return (region * window.geometry.stages + stage) * window.geometry.depth + ring
 
@@ -118,15 +108,6 @@ def assert_exact_again(ready: Cluster, layer: int = 1, stage: int = 0) -> None:
             torch.cuda.synchronize()
             window.check()
             assert torch.equal(out, want), count
-
-
-def taken_by_hand(ready: Cluster) -> tuple[Tensor, int, int]:
-    """The next item of the only server, on its stream: item, layer, rows."""
-    (ffn,), (server,) = ready.ffn, ready.servers
-    item = torch.ops.afd.arrive(server.port, ffn.id)
-    mail = ffn.next_item(5.0)
-    assert mail is not None and mail[0] == 1
-    return item, mail[1], mail[2]
 
 
 # Nothing waits on the host.
@@ -409,7 +390,7 @@ def test_a_misaligned_argument_is_refused_by_name(seed: int) -> None:
             with pytest.raises(RuntimeError, match=r"Argument in afd::combine: base .*16"):
                 module.combine(ticket, bad)
         with torch.cuda.stream(stream):
-            item, layer, rows = taken_by_hand(ready)
+            item, layer, rows = harness.take(server)
             received, scales, offsets = torch.ops.afd.receive(item, server.port, ffn.id, rows)
             answer = server.experts(received, scales, offsets, layer)
             for bad in misaligned(answer):
@@ -560,7 +541,7 @@ def test_a_bucket_that_is_too_small_is_an_error_and_no_offset_passes_its_end(see
         torch.cuda.synchronize()
         ticket = module.dispatch(x, ids.clamp(min=0), weights)
         with torch.cuda.stream(stream):
-            item, layer, rows = taken_by_hand(ready)
+            item, layer, rows = harness.take(server)
             assert rows == SPLIT * window.geometry.topk
             received, scales, offsets = torch.ops.afd.receive(item, server.port, ffn.id, rows // 2)
             out = server.experts(received, scales, offsets, layer)
@@ -583,7 +564,7 @@ def test_experts_that_return_too_few_rows_are_an_error(seed: int) -> None:
         torch.cuda.synchronize()
         ticket = module.dispatch(x, ids.clamp(min=0), weights)
         with torch.cuda.stream(stream):
-            item, layer, rows = taken_by_hand(ready)
+            item, layer, rows = harness.take(server)
             out = server.experts(*torch.ops.afd.receive(item, server.port, ffn.id, rows), layer)
             torch.ops.afd.reply(out[: rows - 1], item, server.port, ffn.id)  # the host does not know the item's rows
             stream.synchronize()

@@ -8,10 +8,9 @@ so that no kernel of the test is first loaded, and nothing is queued by the thou
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,6 @@ SIZES: dict[str, Any] = dict(
 )
 BY_HAND: dict[str, Any] = dict(threads=False, poll_interval=2.0)  # a server's step waits for what is on its way
 LAYERS = 4  # experts of layers that differ by this many are alike
-SLEEP_CYCLES = 200_000_000  # about a tenth of a second
 AHEAD = 8  # steps launched before the host waits
 TURNS = 200
 
@@ -135,42 +133,12 @@ def attention_oracle(x: Tensor, ids: Tensor, weights: Tensor, base: Tensor, laye
 # A cluster inside this process.
 
 
-def independent_stream(beside: torch.cuda.Stream) -> torch.cuda.Stream:
-    """A stream of the same GPU whose kernels never queue behind those of `beside`.
-
-    A process has few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8). Two streams that share one wait for each other
-    whenever its head waits: with an attention and an FFN rank on one GPU that would be a deadlock until the deadline.
-    """
-    with torch.cuda.device(beside.device):
-        here, there = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
-        torch.cuda._sleep(1)  # loads the kernels of the probe
-        here.add_(1)
-        torch.cuda.synchronize()
-        for _ in range(16):
-            candidate = torch.cuda.Stream()
-            with torch.cuda.stream(beside):
-                torch.cuda._sleep(SLEEP_CYCLES)
-                here.add_(1)  # is the head of its queue until the sleep is over
-                blocked = beside.record_event()
-            with torch.cuda.stream(candidate):
-                there.add_(1)
-                passed = candidate.record_event()
-            until = time.monotonic() + 0.05
-            while not passed.query() and time.monotonic() < until:
-                time.sleep(0.001)
-            independent = passed.query() and not blocked.query()
-            torch.cuda.synchronize()
-            if independent:
-                return candidate
-    raise AssertionError("no stream has a hardware queue of its own")
-
-
 @dataclass(frozen=True)
 class Cluster:
     attention: list[afd_ops.Window]
     ffn: list[afd_ops.Window]
     servers: list[afd_ops.ExpertServer]
-    streams: list[torch.cuda.Stream]  # of the servers
+    streams: list[torch.cuda.Stream | None]  # of the servers
 
     @property
     def windows(self) -> list[afd_ops.Window]:
@@ -185,23 +153,7 @@ class Cluster:
         return slots
 
     def reset(self) -> None:
-        """Window.reset() is collective."""
-        failures: list[BaseException] = []
-
-        def reset(window: afd_ops.Window) -> None:
-            try:
-                window.reset()
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=reset, args=(window,), daemon=True) for window in self.windows]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(15)
-        assert not any(thread.is_alive() for thread in threads), "reset() did not end"
-        if failures:
-            raise failures[0]
+        harness.reset(self.windows)
 
 
 @contextmanager
@@ -219,44 +171,18 @@ def cluster(
     """
     with harness.windows(topology, **{**SIZES, **sizes}) as windows:
         attention, ffn = windows[: topology.attention_size], windows[topology.attention_size :]
-        main = torch.cuda.Stream(attention[0].heap.device)
         servers = [afd_ops.ExpertServer(window, make_experts(window)) for window in ffn]
-        streams, kept = [], []
-        for window in ffn:
-            device = window.heap.device
-            stream = independent_stream(main) if device == main.device else torch.cuda.Stream(device)
-            with torch.cuda.stream(stream):
-                kept.append(torch.empty(512, dtype=torch.uint8, device=device))  # empty_cache() leaves its segment
-            streams.append(stream)
-        failures: list[BaseException] = []
-
-        def serve(server: afd_ops.ExpertServer, stream: torch.cuda.Stream) -> None:
-            try:
+        with torch.cuda.stream(torch.cuda.Stream(attention[0].heap.device)):
+            streams = [harness.server_stream(window) for window in ffn]
+            kept = []
+            for window, stream in zip(ffn, streams, strict=True):
                 with torch.cuda.stream(stream):
-                    server.run()
-            except (afd_ops.ClosedError, afd_ops.AbortedError):
-                pass
-            except BaseException as error:
-                failures.append(error)
-
-        running = [
-            threading.Thread(target=serve, args=pair, daemon=True)
-            for pair in (zip(servers, streams, strict=True) if threads else ())
-        ]
-        for thread in running:
-            thread.start()
-        try:
-            with torch.cuda.stream(main):
-                ready = Cluster(attention, ffn, servers, streams)
+                    # empty_cache() leaves its segment
+                    kept.append(torch.empty(512, dtype=torch.uint8, device=window.heap.device))
+            ready = Cluster(attention, ffn, servers, streams)
+            with harness.answering(servers, streams) if threads else nullcontext():
                 _first_round_trip(ready, threads)
                 yield ready
-        finally:
-            for server in servers:
-                server.stop()
-            for thread in running:
-                thread.join(15)
-        if failures:
-            raise failures[0]
 
 
 def _first_round_trip(ready: Cluster, threads: bool) -> None:
