@@ -10,6 +10,8 @@ import contextlib
 import importlib
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +44,7 @@ from torch.distributed import HashStore
 from torch.profiler import ProfilerActivity, profile
 
 import afd_ops
+from afd_ops import _C
 from afd_ops.reference import routed_sum
 
 pytestmark = pytest.mark.gpu
@@ -57,9 +60,16 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_scripts(
-    script: str, *arguments: tuple[str, ...], seconds: float = 60.0, environment: dict[str, str] | None = None
+    script: str,
+    *arguments: tuple[str, ...],
+    seconds: float = 60.0,
+    environment: dict[str, str] | None = None,
+    killed: int = -1,
 ) -> list[str]:
-    """The script in a fresh process per tuple of arguments, all at once; what they print. None outlives the call."""
+    """The script in a fresh process per tuple of arguments, all at once; what they print. None outlives the call.
+
+    All must end well, but for the one of index `killed`: by SIGKILL.
+    """
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(environment or {})}
     processes = [
@@ -85,8 +95,9 @@ def run_scripts(
         for process in processes:
             if process.poll() is None:
                 process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
+    for index, process in enumerate(processes):
+        expected = -signal.SIGKILL if index == killed else 0
+        assert process.returncode == expected, f"process {index}: {process.returncode}\n" + "\n".join(outputs)
     return outputs
 
 
@@ -244,6 +255,56 @@ def test_a_first_launch_behind_a_waiting_kernel_does_not_deadlock() -> None:
     environment = {"CUDA_MODULE_LOADING": "LAZY", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     (output,) = run_scripts(FIRST_LAUNCH, (), environment=environment)
     assert "started" in output.split(), output
+
+
+# What a profiler of the whole machine sees.
+
+# A tool as NVTX loads it: takes the place of two functions of the core API, by their numbers in nvtxTypes.h.
+TOOL = r"""
+#include <stdio.h>
+enum { CALLBACKS = 1, CORE = 1, PUSH = 9, POP = 11 };
+struct callbacks { size_t size; int (*functions)(int module, void**** out, unsigned* count); };
+static int push(const char* name) { return fprintf(stderr, "nvtx push %s\n", name); }
+static int pop(void) { return fprintf(stderr, "nvtx pop\n"); }
+int InitializeInjectionNvtx2(const void* (*table)(unsigned)) {
+  const struct callbacks* c = table(CALLBACKS);
+  void*** functions = 0;
+  unsigned count = 0;
+  if (c == 0 || !c->functions(CORE, &functions, &count) || count <= POP) return 0;
+  *functions[PUSH] = (void*)push;
+  *functions[POP] = (void*)pop;
+  return 1;
+}
+"""
+
+ANNOTATED = """
+import torch
+import afd_ops, harness
+
+harness.DEVICE = "cuda:0"
+topology = afd_ops.Topology(1, 1, 3)
+with harness.windows(topology) as (attention, ffn):
+    x, ids, weights, base = harness.random_step(topology, 4)
+    expert_map = torch.tensor(topology.expert_map, dtype=torch.int32, device="cuda:0")
+    torch.ops.afd.plan(ids, expert_map, 1, 3)
+    module, server = harness.remote(attention), afd_ops.ExpertServer(ffn, harness.experts_of(topology, 0))
+    ticket = module.dispatch(x, ids.abs(), weights)
+    harness.synchronize()
+    assert server.step() == 1
+    module.combine(ticket, base)
+    harness.synchronize()
+"""
+
+
+def test_every_op_is_an_nvtx_range(tmp_path: Path) -> None:
+    if not shutil.which("g++"):
+        pytest.skip("no g++ here")
+    (tmp_path / "tool.c").write_text(TOOL)
+    tool = str(tmp_path / "tool.so")
+    subprocess.run(["g++", "-xc", "-shared", "-fPIC", str(tmp_path / "tool.c"), "-o", tool], check=True)
+    (output,) = run_scripts(ANNOTATED, (), environment={"NVTX_INJECTION64_PATH": tool})
+    ranges = re.findall(r"^nvtx push afd::(\w+)\nnvtx pop$", output, re.MULTILINE)
+    assert ranges == ["plan", "dispatch", "arrive", "receive", "reply", "combine"], output
 
 
 # Streams.
@@ -481,6 +542,7 @@ def test_a_tensor_on_another_device_is_refused_by_name() -> None:
 # Errors that only the device can see.
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("count", [FUSED, SPLIT])
 def test_a_ticket_used_twice_gives_nan_and_an_error(count: int, seed: int) -> None:
     """fault: the second combine takes the reply to another request, or waits for ever."""
@@ -624,6 +686,23 @@ def test_a_replay_after_close_gives_nan_and_writes_nothing(count: int, seed: int
             assert torch.equal(slots_of(ffn), content)
 
 
+# Construction.
+
+
+def test_what_cannot_be_adopted_says_so_and_disturbs_nothing(seed: int) -> None:
+    """fault: the CUDA error of a failed construction is raised by the next op of another window."""
+    from afd_ops import _C_cuda
+
+    with cluster(PAIR, **BY_HAND) as ready:
+        (window,) = ready.attention
+        with pytest.raises(RuntimeError, match="map_host"):  # its Control is mapped already
+            _C_cuda.adopt(window.id, _C.addresses(window.id)["control"], 0)
+        assert_exact_again(ready)
+        with pytest.raises(ValueError, match=r"topk is 65, .* on CUDA expected at most 64"):
+            afd_ops.open_local(PAIR, devices="cuda:0", hidden=16, topk=65, tokens=1)
+        assert_exact_again(ready)
+
+
 # NVSHMEM.
 
 PERMUTED = """
@@ -662,6 +741,79 @@ def test_permuted_visible_devices_reach_each_other() -> None:
     used = [re.findall(r"^exact (\S+)$", output, re.MULTILINE) for output in outputs]
     mine = [str(torch.cuda.get_device_properties(index).uuid) for index in range(2)]
     assert used == [[mine[1]], [mine[0]]], (outputs, mine)
+
+
+LOST = """
+import faulthandler, os, signal, sys, time
+import torch
+import afd_ops, harness
+from afd_ops.heap.nvshmem import NvshmemHeap
+
+faulthandler.dump_traceback_later(85, exit=True)
+rank, address, victim = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+LAST, DEADLINE = 9, 30.0  # layer of the step in which somebody dies; seconds
+topology = afd_ops.Topology(1, 1, 5)
+harness.DEVICE = f"cuda:{rank % torch.cuda.device_count()}"
+bootstrap = afd_ops.Bootstrap.connect(address, rank, 2, timeout=30)
+heap = NvshmemHeap(bootstrap, harness.DEVICE)
+window = afd_ops.Window(topology, bootstrap, heap=heap, **{**harness.SIZES, "deadline": DEADLINE})
+begun = 0.0
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def named(act):
+    try:
+        act()
+    except afd_ops.PeerFailedError as error:
+        assert error.peer == 0 and "'s process ended without closing its window" in str(error), error
+        print("named", error, f"{time.monotonic() - begun:.1f} s", flush=True)
+    else:
+        raise AssertionError("nobody was named")
+
+
+def experts(rows, scales, offsets, layer):
+    if layer == LAST:
+        die()
+    return harness.experts_of(topology, 0)(rows, scales, offsets, layer)
+
+
+if window.role == "ffn":
+    begun = time.monotonic()
+    named(afd_ops.ExpertServer(window, experts).run)
+else:
+    for layer in (0, 1, 2, LAST):
+        module, (x, ids, weights, base) = harness.remote(window, layer), harness.random_step(topology, 6)
+        ids = ids.abs()
+        want = harness.expected(topology, x, ids, weights, base)
+        if layer == LAST and victim == "attention":
+            time.sleep(0.3)  # the FFN rank waits in arrive
+            die()
+        begun = time.monotonic()
+        out = module.combine(module.dispatch(x, ids, weights), base)
+        torch.cuda.synchronize()
+        if layer == LAST:
+            assert time.monotonic() - begun < DEADLINE
+            named(window.check)
+            assert bool(out.isnan().all())
+        else:
+            window.check()
+            assert torch.equal(out, want), layer
+window.close()
+print("closed", flush=True)
+os._exit(0)  # giving NVSHMEM's memory back would wait for the dead
+"""
+
+
+@pytest.mark.parametrize("victim", ["attention", "ffn"])
+def test_a_killed_process_is_named_by_the_one_that_waits_for_it(victim: str) -> None:
+    """kill -9 while the other waits in arrive, or in combine: a kernel that spins on a GPU of its own."""
+    address, index = f"127.0.0.1:{harness.free_port()}", ("attention", "ffn").index(victim)
+    outputs = run_scripts(LOST, ("0", address, victim), ("1", address, victim), seconds=90, killed=index)
+    assert re.search(rf"^named rank {index} \({victim} 0\)", outputs[1 - index], re.MULTILINE), outputs
+    assert "closed" in outputs[1 - index].split(), outputs
 
 
 def test_a_missing_nvshmem_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,6 +322,7 @@ def test_a_float8_window_takes_and_gives_bfloat16(
     finish(trip)
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize(("ffn_size", "num_experts"), [(2, 5), (40, 77)])
 @pytest.mark.parametrize("width", [torch.int32, torch.int64])
 def test_plan_is_what_its_definition_says(ffn_size: int, num_experts: int, width: torch.dtype, seed: int) -> None:
@@ -616,6 +617,7 @@ def test_nothing_pending_is_an_empty_item_that_nobody_answers(cluster: list[afd_
     assert State(cluster) == state and window.stats() == stats
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("name", ["dispatch", "combine", "reply"])
 def test_row_strides_are_honoured_even_zero(cluster: list[afd_ops.Window], name: str, seed: int) -> None:
     trip = by_hand(cluster, 5)
@@ -681,6 +683,7 @@ def test_training_by_accident_is_refused_in_forward(
     finish(trip)
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("mode", MODES)
 def test_a_round_trip_works_in_every_mode(cluster: list[afd_ops.Window], mode: Any, seed: int) -> None:
     with mode():

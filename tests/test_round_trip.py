@@ -229,6 +229,7 @@ def test_outputs_alias_nothing(seed: int) -> None:
             assert not any(start <= address < start + w.geometry.window_bytes() for address in outputs)
 
 
+@pytest.mark.memcheck
 def test_slots_that_are_ready_together_are_computed_together(seed: int) -> None:
     topology = afd_ops.Topology(3, 1, 4)
     calls: list[int] = []
@@ -250,6 +251,7 @@ def test_slots_that_are_ready_together_are_computed_together(seed: int) -> None:
             assert torch.equal(module.combine(ticket, step[3]), expected(topology, *step))
 
 
+@pytest.mark.memcheck
 def test_an_arrival_that_does_not_fit_is_next(seed: int) -> None:
     """fault: a batch that skips what does not fit starves the region with the largest steps."""
     topology = afd_ops.Topology(4, 1, 2)
