@@ -5,8 +5,9 @@
 
 Every attention rank reads a text of its own, in steps of at most --tokens bytes (each step is a prompt of its
 own), through decoder layers compiled into one graph per kind of gate. The routed experts live on the FFN
-ranks. Afterwards it runs the whole model alone, uncompiled, and compares. The last line says PASS or FAIL,
-and so does the exit status.
+ranks. With at least two GPUs and nvshmem4py all that is on GPUs, else on the CPU. Afterwards each attention
+rank runs the whole model alone, uncompiled, and compares. The last line says PASS or FAIL, and so does the
+exit status.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import ranks
 import torch
 from byte_moe import ByteMoE, Config, Gate, expert_weights, unsplit
 from torch import Tensor
@@ -53,6 +53,7 @@ def arguments() -> argparse.Namespace:
     number("--more", 77, "bytes that each next attention rank reads in addition")
     number("--seed", 0, "seed of the weights")
     parser.add_argument("--text", type=Path, metavar="FILE", default=README, help="what they read")
+    parser.add_argument("--device", choices=ranks.DEVICES, default="auto", help="where the ranks compute")
     parser.add_argument("--eager", action="store_true", help="do not compile the decoder layers")
     parser.add_argument("--backend", default="inductor", help="torch.compile backend")
     parser.add_argument("--deadline", type=float, default=300.0, metavar="S", help="longest wait for a rank")
@@ -70,26 +71,6 @@ def arguments() -> argparse.Namespace:
     if not args.text.is_file() or not args.text.stat().st_size:
         parser.error(f"--text {args.text} must be a file with something in it")
     return args
-
-
-def launch(world_size: int) -> int:
-    """Starts this script again, once per rank, as torchrun would; returns its exit status."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    command = ["--standalone", f"--nproc-per-node={world_size}", __file__, *sys.argv[1:]]
-    try:
-        run.run(run.parse_args(command))
-    except ChildFailedError as error:
-        for rank, failure in sorted(error.failures.items()):
-            # A rank that ended with 1 has said why; one that got SIGTERM had to follow another.
-            if failure.exitcode not in (1, -signal.SIGTERM):
-                print(f"rank {rank} ended with exit status {failure.exitcode}", file=sys.stderr)
-        return 1
-    return 0
 
 
 def prompts(args: argparse.Namespace, role_rank: int) -> list[Tensor]:
@@ -115,7 +96,7 @@ def progress(total: int, shown: bool) -> Callable[[], object]:
 
 def reference(config: Config, steps: Sequence[Tensor]) -> list[tuple[Tensor, float]]:
     """What one process computes for each step: logits [T, V], and the closest call of its gates."""
-    model = unsplit(config)
+    model = unsplit(config).to(steps[0].device)
     closest = [float("inf")]
 
     def watch(gate: Gate, inputs: tuple[Tensor, Tensor], _: object) -> None:
@@ -136,8 +117,8 @@ def reference(config: Config, steps: Sequence[Tensor]) -> list[tuple[Tensor, flo
 @torch.inference_mode()
 def run_attention(args: argparse.Namespace, model: ByteMoE, window: afd_ops.Window) -> dict[str, object]:
     """Everything an attention rank does, and what it found."""
-    config = model.config
-    steps = prompts(args, window.role_rank)
+    config, device = model.config, window.heap.device
+    steps = [step.to(device) for step in prompts(args, window.role_rank)]
     tick = progress(PASSES * len(steps), window.role_rank == 0)
     outputs: list[list[Tensor]] = []
     seconds: list[float] = []
@@ -147,6 +128,7 @@ def run_attention(args: argparse.Namespace, model: ByteMoE, window: afd_ops.Wind
         for tokens in steps:
             with window.step():
                 outputs[-1].append(model(tokens))
+                ranks.synchronize(device)
             tick()
         seconds.append(time.perf_counter() - began)
     stats = window.stats()
@@ -271,7 +253,7 @@ def main() -> int:
     args = arguments()
     world_size = args.attention + args.ffn
     if "RANK" not in os.environ:
-        return launch(world_size)
+        return ranks.launch(__file__, world_size)
     rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if started != world_size:
         raise SystemExit(f"{args.attention} attention + {args.ffn} FFN ranks, but {started} processes")
@@ -280,29 +262,34 @@ def main() -> int:
     config = Config(layers=args.layers, experts=args.experts, topk=args.topk, seed=args.seed)
     topology = afd_ops.Topology(attention_size=args.attention, ffn_size=args.ffn, num_experts=config.experts)
     bootstrap = afd_ops.Bootstrap.from_env(timeout=args.deadline)
+    device = ranks.place(args.device, topology, rank)
     if rank == 0:
         how = "not compiled" if args.eager else f"compiled by {args.backend} during the first pass"
         print(
-            f"{args.attention} attention + {args.ffn} FFN ranks; {config.layers} layers, "
+            f"{args.attention} attention + {args.ffn} FFN ranks, {device.type}; {config.layers} layers, "
             f"hidden {config.hidden}, {config.experts} experts, top {config.topk}, float32; {how}\n",
             flush=True,
         )
     result: dict[str, object] = {}
-    with afd_ops.Window(
-        topology,
-        bootstrap,
-        hidden=config.hidden,
-        topk=config.topk,
-        tokens=args.tokens,
-        dtype=torch.float32,
-        deadline=args.deadline,
-    ) as window:
+    with (
+        ranks.heap_on(device, bootstrap) as heap,
+        afd_ops.Window(
+            topology,
+            bootstrap,
+            hidden=config.hidden,
+            topk=config.topk,
+            tokens=args.tokens,
+            dtype=torch.float32,
+            heap=heap,
+            deadline=args.deadline,
+        ) as window,
+    ):
         if window.role == "attention":
-            model = build_attention(args, config)
+            model = build_attention(args, config).to(device)
             afd_ops.attach(model, window)
             result = run_attention(args, model, window)
         else:
-            experts = build_ffn(args, config, topology.experts_of(window.role_rank))
+            experts = build_ffn(args, config, topology.experts_of(window.role_rank)).to(device)
             afd_ops.ExpertServer(window, experts).run()
 
     results = [json.loads(payload) for payload in bootstrap.all_gather(json.dumps(result))][: args.attention]
