@@ -1,5 +1,5 @@
 // The ops on CUDA tensors: arguments checked, memory allocated, kernels launched on the current stream. What only the
-// device can see (ids, ticket, port and item content) is checked there. Schemas: ops.cpp.
+// device can see (ids, ticket, an attention rank's port) is checked there. Schemas: ops.cpp.
 #include <nvtx3/nvToolsExt.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
