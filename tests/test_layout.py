@@ -120,18 +120,20 @@ def test_a_whole_slot_is_what_the_wire_format_says_in_both_directions() -> None:
         )
 
 
+@pytest.mark.usefixtures("device")
 def test_a_float8_slot_holds_scales_and_bytes_and_its_reply_is_wide() -> None:
     with harness.windows(
         Topology(1, 1, 1), **{**SIZES, "hidden": 256, "topk": 1, "tokens": 2, "dtype": torch.float8_e4m3fn}
     ) as (attention, ffn):
         x = torch.zeros(2, 256, dtype=torch.bfloat16)
         x[0, :128], x[0, 64:128], x[1, 128:] = 896.0, 2.0, -7.0
-        module, ones = afd_ops.RemoteExperts(3).attach(attention), torch.ones(2, 1)
-        module.dispatch(x, ones.int() - 1, ones)
+        module, ones = harness.remote(attention, 3), torch.ones(2, 1)
+        module.dispatch(*(t.to(harness.DEVICE) for t in (x, ones.int() - 1, ones)))
+        harness.synchronize()
         layout = ffn.geometry.layout
         assert layout["slot_bytes"] - layout["scale"] == 256 + 2 * 256 * 2
         assert_expected_inline(
-            hexdump(slot_address(ffn, 0) + layout["scale"], layout["slot_bytes"] - layout["scale"]),
+            hexdump(harness.slots_of(ffn)[0, layout["scale"] :]),
             """\
 0000  40000000 00800000 00800000 3c800000
 0010  ffffffff ffffffff ffffffff ffffffff
@@ -148,8 +150,9 @@ def test_a_float8_slot_holds_scales_and_bytes_and_its_reply_is_wide() -> None:
       x 32""",
         )
         assert afd_ops.ExpertServer(ffn, lambda rows, scales, *_: afd_ops.dequantize(rows, scales)).step() == 1
+        harness.synchronize()
         assert_expected_inline(
-            hexdump(slot_address(attention, 0) + layout["scale"], layout["slot_bytes"] - layout["scale"]),
+            hexdump(harness.slots_of(attention)[0, layout["scale"] :]),
             """\
 0000  ffffffff ffffffff ffffffff ffffffff
       x 16
