@@ -214,8 +214,8 @@ def load_kernels(device: str) -> None:
     for index in range(torch.cuda.device_count()):
         offsets = torch.tensor([1, 3, 6], dtype=torch.int32, device=f"cuda:{index}")
         for dtype in afd_ops.layout.PAYLOAD_DTYPES:
-            rows = torch.ones(6, 16, dtype=dtype, device=offsets.device)
-            experts_of(topology, 0)(rows, rows, offsets, 0)
+            rows = torch.ones(6, 128, device=offsets.device).to(dtype)
+            experts_of(topology, 0)(rows, torch.ones(6, 1, device=offsets.device), offsets, 0)
     synchronize()
 
 

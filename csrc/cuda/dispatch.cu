@@ -1,7 +1,7 @@
 // dispatch: rows of x to the F ranks that need them, and the plan that explains them.
 //   moves    T x H elements once per (token, F rank); T x topk x 12 bytes of plan per F rank
 //   casts    a row once, in registers, where the payload is narrower than x
-//   launch   1 plan CTA + kCopyCtas copy CTAs of 512 threads, independent of capacity; a warp copies a segment of a row
+//   launch   1 plan CTA + kCtas copy CTAs of 512 threads, independent of capacity; a warp copies a segment of a row
 //   order    every writer: stores -> __syncthreads -> done++ (acq_rel.gpu) ; last one: flags (release.sys)
 //   waits    never
 //   fails    port never filled, no free ring, a peer that ended: error record, nothing published, ticket of generation
@@ -14,7 +14,6 @@ namespace afd {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kCopyCtas = 32;
 
 struct Flight {
   Lane lane;
@@ -145,7 +144,7 @@ __device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const in
 // What a warp holds of a row between reading it and storing it to each peer that needs it: vectors v0 + lane, v0 + 32 +
 // lane .. of the payload.
 struct Copied {
-  static constexpr uint32_t kUnroll = 4;
+  static constexpr uint32_t kUnroll = 4, kCtas = 32;  // these fill the link
   int4 data[kUnroll];
   __device__ void load(const int4* row, uint32_t v0, uint32_t end) {
     const uint32_t v = v0 + threadIdx.x % 32;
@@ -165,7 +164,8 @@ struct Copied {
 
 // The same with the cast in between. A row is whole blocks and v0 begins one, so a block's lanes are all in or all out.
 struct Quantized {
-  static constexpr uint32_t kUnroll = 4, kBlocks = 32 / kBlockLanes;
+  static constexpr uint32_t kUnroll = 4, kCtas = 96;  // reads twice what it sends
+  static constexpr uint32_t kBlocks = 32 / kBlockLanes;
   int4 wide[kUnroll][2], data[kUnroll];
   float scale;  // of block v0 / kBlockLanes + lane, so that a warp stores them together
   __device__ void load(const int4* row, uint32_t v0, uint32_t end) {
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ int4 memory[];
   __shared__ Flight flight;
   __shared__ uint32_t skip[kMaxRanks / 32];
-  const Units units(x.count, payload_row(c.geometry) / 16, blockIdx.x - 1, kCopyCtas);
+  const Units units(x.count, payload_row(c.geometry) / 16, blockIdx.x - 1, Copy::kCtas);
   if (blockIdx.x > units.ctas) return;  // the plan CTA and the first units.ctas take part
   if (blockIdx.x == 0) {
     write_plan(c, PlanMemory(c.geometry, memory), port, flight, skip, static_cast<uint32_t>(x.count), ids, weights);
@@ -297,8 +297,14 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_dispatch(const DeviceControl& c, DeviceRows x, DeviceIds ids, DeviceWeights weights, const int32_t* port,
                      int32_t* ticket, cudaStream_t stream) {
-  const auto kernel = scales_per_row(c.geometry) > 0 ? dispatch_kernel<Quantized> : dispatch_kernel<Copied>;
-  kernel<<<1 + kCopyCtas, kThreads, plan_bytes(c.geometry), stream>>>(c, x, ids, weights, port, ticket);
+  const auto launch = [&](auto kernel, int copy_ctas) {
+    kernel<<<1 + copy_ctas, kThreads, plan_bytes(c.geometry), stream>>>(c, x, ids, weights, port, ticket);
+  };
+  if (scales_per_row(c.geometry) > 0) {
+    launch(dispatch_kernel<Quantized>, Quantized::kCtas);
+  } else {
+    launch(dispatch_kernel<Copied>, Copied::kCtas);
+  }
 }
 
 cudaError_t preload_dispatch() {
