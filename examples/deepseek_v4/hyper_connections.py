@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .sinkhorn import sinkhorn
+
 
 def flat_rms(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
     """fn . rms(flatten(X)): streams [..., n, D], fn [out, n D] -> float32 [..., out]."""
@@ -25,16 +27,6 @@ def flat_rms(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
 def collapse(weights: Tensor, streams: Tensor) -> Tensor:
     """sum_j weights_j X_j: [..., n], [..., n, D] -> [..., D]."""
     return (weights[..., None] * streams).sum(-2).to(streams.dtype)
-
-
-def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """[..., n, n] -> nearly doubly stochastic matrices."""
-    mix = logits.softmax(-1) + eps
-    mix = mix / (mix.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        mix = mix / (mix.sum(-1, keepdim=True) + eps)
-        mix = mix / (mix.sum(-2, keepdim=True) + eps)
-    return mix
 
 
 class HyperConnection(nn.Module):
