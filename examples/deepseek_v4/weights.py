@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import afd_ops
 
 from .config import Config
+from .model import DeepseekV4
 
 
 class Source(Protocol):
@@ -82,20 +83,22 @@ def file_name(name: str) -> str:
 
 
 @torch.no_grad()
-def load(model: nn.Module, config: Config, source: Source) -> None:
-    """Fills a `DeepseekV4`, all but its routed experts."""
+def load(model: DeepseekV4, source: Source) -> None:
+    """Fills a model, all but its routed experts."""
+    config = model.config
     for name, parameter in model.named_parameters():
         if ".ffn.experts." in name:
             continue
         if name.endswith("tid2eid") and isinstance(source, Random):
-            parameter.copy_(source.table(file_name(name), config.vocab_size, config.n_routed_experts, config.num_experts_per_tok))
+            rows, topk = parameter.shape
+            parameter.copy_(source.table(file_name(name), rows, config.n_routed_experts, topk))
         else:
             parameter.copy_(source.get(file_name(name), parameter.shape))
 
 
 @torch.no_grad()
 def load_experts(
-    config: Config, source: Source, experts: Sequence[int], dtype: torch.dtype = torch.float32, device: str = "cpu"
+    config: Config, source: Source, experts: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> afd_ops.GroupedSwiGLU:
     """The routed experts `experts` of every layer, in that order, and nothing else of the model."""
     hidden, inner = config.hidden_size, config.moe_intermediate_size
