@@ -9,7 +9,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 .PHONY: demo test soak lint cuda clean
 
 demo: $(VENV)/built
-	$(BIN)/python examples/demo.py $(ARGS)
+	$(BIN)/python examples/generate.py --check $(ARGS)
 
 test: $(VENV)/built
 	$(BIN)/python -m pytest $(ARGS)

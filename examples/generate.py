@@ -6,8 +6,8 @@
 
 Every attention rank continues prompts of its own, at its own pace: prompts in chunks of at most --chunk bytes, then all
 its requests together, one byte a step, each at its own position. The routed experts live on the FFN ranks. A token is a
-byte. Weights are random, seeded by name, unless --weights names a folder that save_pretrained wrote. Ranks are processes
-of this host over shared memory, or, where there are two GPUs or more, GPU processes over NVSHMEM.
+byte. Weights are random, seeded by name, unless --weights names a folder that save_pretrained wrote. Ranks are
+processes of this host over shared memory, or, where there are two GPUs or more, GPU processes over NVSHMEM.
 
 --check runs every request again through the whole model in one process, prompt and answer at once, and compares all
 logits: the last line says PASS or FAIL, and so does the exit status.
@@ -38,7 +38,7 @@ import afd_ops
 TOLERANCE = 1e-5  # of the largest logit
 TIE = 1e-5  # two scores closer than this may be ranked either way by two correct programs
 PROMPTS = (
-    "Attention ranks keep all state: embeddings, keys and values, norms, the gate, and the expert that every token visits.",
+    "Attention ranks keep all state: keys and values, norms, the gate, and the expert that every token visits.",
     "FFN ranks hold routed experts and nothing else.",
     "A token crosses once to each FFN rank that owns one of its experts; what comes back is a weighted sum.",
     "Nobody waits for a neighbour.",
@@ -84,15 +84,17 @@ def arguments() -> argparse.Namespace:
     number("--new", 32, "bytes to generate for a request")
     number("--chunk", 64, "most tokens in a step of an attention rank")
     number("--seed", 0, "seed of the weights")
-    parser.add_argument("--weights", type=Path, metavar="DIR", help="config.json and safetensors, instead of random weights")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are two")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of matrices and of the rows sent")
+    parser.add_argument("--weights", type=Path, metavar="DIR", help="config.json and safetensors; random if left out")
+
+    def choice(name: str, choices: Sequence[str], text: str) -> None:
+        parser.add_argument(name, choices=choices, default=choices[0], help=text)
+
+    choice("--device", ("auto", "cpu", "cuda"), "auto: GPUs if there are two")
+    choice("--dtype", ("float32", "bfloat16"), "of matrices and of the rows sent")
+    choice("--compile", ("model", "layers", "none"), "decode steps: one graph, or one per kind of layer")
     parser.add_argument(
-        "--compile", choices=("model", "layers", "none"), default="model", help="decode: one graph, or one per kind of layer"
-    )  # fmt: skip
-    parser.add_argument(
-        "--backend", default=None, help="of torch.compile; aot_eager on CPU, where inductor takes minutes, inductor on GPUs"
-    )  # fmt: skip
+        "--backend", help="of torch.compile; aot_eager on CPU (inductor takes minutes), inductor on GPUs"
+    )
     parser.add_argument("--deadline", type=float, default=300.0, metavar="S", help="longest wait for a rank")
     parser.add_argument("--check", action="store_true", help="compare with one process")
     parser.add_argument("--swap-experts", action="store_true", help="exchange two experts: --check must say FAIL")
@@ -193,13 +195,14 @@ def run_attention(args: argparse.Namespace, model: DeepseekV4, window: afd_ops.W
     window.close()  # the FFN ranks stop serving once every attention rank has said so
     answered = [[step[row] for step in answers] for row in range(len(texts))]
     result = {
-        "requests": [(bytes(text).decode(), bytes(new).decode("latin-1")) for text, new in zip(texts, answered, strict=True)],
+        "texts": [bytes(text).decode() for text in texts],
+        "answers": [bytes(new).decode("latin-1") for new in answered],
         "prompt": sum(map(len, texts)) / max(prompted - began, 1e-9),
         "first": seconds[0] if seconds else 0.0,
         "decode": len(texts) * len(seconds[2:]) / max(sum(seconds[2:]), 1e-9),
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "sent": sent,
-    }  # fmt: skip
+    }
     if args.check:
         sequences = [text + new[:-1] for text, new in zip(texts, answered, strict=True)]
         result |= check(args, model.config, sequences, [torch.cat(rows).cpu() for rows in logits])
@@ -262,9 +265,9 @@ def weights_of(args: argparse.Namespace) -> Checkpoint | Random:
 
 
 @contextlib.contextmanager
-def opened(args: argparse.Namespace, config: Config, topology: afd_ops.Topology) -> Iterator[tuple[afd_ops.Window, afd_ops.Bootstrap]]:
+def opened(args: argparse.Namespace, config: Config, bootstrap: afd_ops.Bootstrap) -> Iterator[afd_ops.Window]:
     """This rank's window, over shared memory or between GPUs."""
-    bootstrap, heap = afd_ops.Bootstrap.from_env(timeout=args.deadline), None
+    topology, heap = afd_ops.Topology(args.attention, args.ffn, config.n_routed_experts), None
     if args.device == "cuda":
         from afd_ops.heap.nvshmem import NvshmemHeap
 
@@ -282,7 +285,7 @@ def opened(args: argparse.Namespace, config: Config, topology: afd_ops.Topology)
         heap=heap,
         deadline=args.deadline,
     ) as window:
-        yield window, bootstrap
+        yield window
     if heap is not None:
         heap.finalize()
 
@@ -326,13 +329,16 @@ def report(args: argparse.Namespace, results: Sequence[dict[str, Any]]) -> str:
     """results: one per attention rank."""
     lines = []
     for rank, r in enumerate(results):
-        lines += [f"attention {rank}: {text!r}\n          -> {new!r}" for text, new in r["requests"]]
+        lines += [
+            f"attention {rank}: {text!r}\n          -> {new!r}"
+            for text, new in zip(r["texts"], r["answers"], strict=True)
+        ]
     head = ["", "requests", "prompt tokens/s", "first step", "decode tokens/s", "graphs", "sent to FFN ranks"]
     rows = []
     for rank, r in enumerate(results):
         sent = " + ".join(f"{n / 1e6:.2f}" for n in r["sent"]) + " MB"
         figures = [f"{r['prompt']:.0f}", f"{r['first']:.1f} s", f"{r['decode']:.0f}", str(r["graphs"]), sent]
-        rows.append([f"attention {rank}", str(len(r["requests"])), *figures])
+        rows.append([f"attention {rank}", str(len(r["texts"])), *figures])
         if args.check:
             rows[-1] += [f"{r['difference']:.1e}", f"{r['largest']:.2f}"]
     if args.check:
@@ -364,8 +370,8 @@ def main() -> int:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # several ranks may share a GPU
 
     config = Config.from_folder(args.weights) if args.weights else Config.from_dict(SMALL)
-    topology = afd_ops.Topology(args.attention, args.ffn, config.n_routed_experts)
-    with opened(args, config, topology) as (window, bootstrap):
+    bootstrap = afd_ops.Bootstrap.from_env(timeout=args.deadline)
+    with opened(args, config, bootstrap) as window:
         if rank == 0:
             how = "not compiled" if args.compile == "none" else f"decode compiled by {args.backend} ({args.compile})"
             print(

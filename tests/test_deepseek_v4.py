@@ -58,9 +58,7 @@ SMALL: dict[str, Any] = dict(
     rope_theta=1e4,
     compress_rope_theta=1.6e5,
     max_position_embeddings=1024,
-    rope_parameters=dict(
-        rope_type="yarn", factor=16.0, original_max_position_embeddings=64, beta_fast=32, beta_slow=1
-    ),
+    rope_parameters=dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=64, beta_fast=32, beta_slow=1),
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -345,6 +343,11 @@ def test_layers_of_a_kind_share_one_compile(plain: Reference) -> None:
     assert counter.frame_count == 3
 
 
+class NoAttention(nn.Module):
+    def forward(self, x: Tensor, start: Tensor, row: int) -> Tensor:
+        return x
+
+
 def test_inductor_keeps_shared_expert_sinkhorn_and_mixing_between_dispatch_and_combine(
     plain: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,31 +355,29 @@ def test_inductor_keeps_shared_expert_sinkhorn_and_mixing_between_dispatch_and_c
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with plain.split(2) as model:
         layer = model.layers[0]
-        streams = model.streams(plain.tokens[:, :1])
-        step = (streams, plain.tokens[:, :1], zeros())
+        layer.attn = NoAttention()  # two thirds of the compile, and none of what is looked at
+        step = (model.streams(plain.tokens[:, :1]), plain.tokens[:, :1], zeros())
         expected = layer(*step)
         settings = inductor_config.patch(fx_graph_cache=False, compile_threads=1)
         with settings, functorch_config.patch(enable_autograd_cache=False):
             compiled = torch.compile(layer, fullgraph=True, options={"reorder_for_peak_memory": False})
             out, (code,) = run_and_get_code(compiled, *step)
         torch.testing.assert_close(out, expected, rtol=0, atol=ATOL)
-        with harness_profile(model) as ran:
+        with what_runs(model.config.moe_intermediate_size) as ran:
             compiled(*step)
     begin, end = ran.index("dispatch"), ran.index("combine")
-    between = ran[begin + 1 : end]
-    assert sorted(between) == ["computed_by_now", "shared", "shared", "shared", "sinkhorn"], ran
+    assert sorted(ran[begin + 1 : end]) == ["computed_by_now", "shared", "shared", "shared", "sinkhorn"], ran
     assert ran[end + 1 :] == []
-    # What the mixing computes, the coefficients and the mixed streams, are inputs of the op that stands before combine.
-    arguments = re.search(r"deepseek_v4\.computed_by_now\.default\(\w+, \[(\w+), (\w+)\]\)", code)
-    assert arguments, code
-    for name in arguments.groups():
-        assert re.search(rf"\b{name} = ", code[code.index("afd.dispatch") :]), f"{name} is not computed after dispatch"
+    # The mixed streams are made by generated code, which the profiler does not see.
+    between = code[code.index("afd.dispatch.default(") : code.index("afd.combine.default(")]
+    mixed = re.search(r"deepseek_v4\.computed_by_now\.default\(\w+, \[(\w+)\]\)", between)
+    assert mixed, code
+    assert re.search(rf"\b{mixed[1]} = empty_strided_cpu\(\({ROWS}, 1, 4, 64\)", between), code
 
 
 @contextmanager
-def harness_profile(model: DeepseekV4) -> Iterator[list[str]]:
-    """Our ops as they really ran, and the products with a shared expert's matrices."""
-    shared = model.config.moe_intermediate_size
+def what_runs(shared: int) -> Iterator[list[str]]:
+    """Our ops as they really ran, and the products with a shared expert's matrices, by their inner width."""
     ran: list[str] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
         yield ran

@@ -52,7 +52,7 @@ class Config:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e4
     compress_rope_theta: float = 1.6e5
-    yarn: Yarn = Yarn()  # noqa: RUF009
+    yarn: Yarn = Yarn()
 
     @property
     def layers(self) -> int:
@@ -77,7 +77,12 @@ class Config:
         Raises:
             ValueError: a field asks for something DeepSeek-V4 does not have.
         """
-        fixed = {"scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "n_shared_experts": 1, "num_key_value_heads": 1}
+        fixed = {
+            "scoring_func": "sqrtsoftplus",
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "num_key_value_heads": 1,
+        }
         for name, only in fixed.items():
             if values.get(name, only) != only:
                 raise ValueError(f"{name} is {values[name]!r}, expected {only!r}")

@@ -1,7 +1,7 @@
 """Where the routed experts of a layer are: on FFN ranks, or in this process. Both have
 
-    ticket = experts.dispatch(x [T, D], topk_ids [T, k], topk_weights [T, k])
-    out    = experts.combine(ticket, base [T, D], overlapped)    # base + sum over k of weight * expert(x)
+ticket = experts.dispatch(x [T, D], topk_ids [T, k], topk_weights [T, k])
+out    = experts.combine(ticket, base [T, D], overlapped)    # base + sum over k of weight * expert(x)
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import afd_ops
 def computed_by_now(order: Tensor, results: Sequence[Tensor]) -> None:
     """Does nothing, but needs `results` and keeps its place among the ops that mutate `order`.
 
-    A compiler sinks what combine does not consume behind it. The base of combine is [T, D]; what the layer computes
-    meanwhile for its n residual streams is not.
+    A compiler sinks what combine does not consume behind it, and of what a layer computes meanwhile only the shared
+    expert's output can be its base: the mixed residual streams are n times as large.
     """
 
 

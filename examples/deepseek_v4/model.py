@@ -74,7 +74,7 @@ class DecoderLayer(nn.Module):
         base = self.ffn.shared_experts(x)
         post, rest = self.hc_ffn.mixed(streams, m)
         experts: Any = self.ffn.experts[stage]
-        y = experts.combine(ticket, base, (post, rest))
+        y = experts.combine(ticket, base, (rest,))
         return leave(post, y.unflatten(0, streams.shape[:2]), rest)
 
     def forward(self, streams: Tensor, tokens: Tensor, start: Tensor, row: int = 0, stage: int = 0) -> Tensor:
@@ -82,14 +82,14 @@ class DecoderLayer(nn.Module):
 
 
 class DeepseekV4(nn.Module):
-    """Args:
-    make_experts: the routed experts of a (layer, stage).
-    rows: requests that are decoded together.
-    positions: longest request, prompt and answer.
-    stages: ubatches.
-    dtype: of matrices and state; norms, gates, hyper-connections and sinks are float32.
+    """Built on torch's default device; `weights.load` fills it.
 
-    Built on torch's default device, in zeros; `weights.load` fills it.
+    Args:
+        make_experts: the routed experts of a (layer, stage).
+        rows: requests that are decoded together.
+        positions: longest request, prompt and answer.
+        stages: ubatches.
+        dtype: of matrices and state; norms, gates, hyper-connections and sinks are float32.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class DeepseekV4(nn.Module):
         return self.head(self.norm(self.hc_head(streams)))
 
     def forward(self, tokens: Tensor, start: Tensor, row: int = 0) -> Tensor:
-        """S new tokens for each of the rows row ... row + B - 1: one each to decode, more for a prompt or a part of one.
+        """S new tokens for each of the rows row ... row + B - 1: one each to decode, more for (a part of) a prompt.
 
         Args:
             tokens: int64 [B, S].

@@ -98,7 +98,11 @@ def load(model: DeepseekV4, source: Source) -> None:
 
 @torch.no_grad()
 def load_experts(
-    config: Config, source: Source, experts: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    config: Config,
+    source: Source,
+    experts: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> afd_ops.GroupedSwiGLU:
     """The routed experts `experts` of every layer, in that order, and nothing else of the model."""
     hidden, inner = config.hidden_size, config.moe_intermediate_size
