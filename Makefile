@@ -11,11 +11,11 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 demo: $(VENV)/built
 	$(BIN)/python examples/generate.py --check $(ARGS)
 
-test: $(VENV)/built
+test: $(VENV)/test
 	$(BIN)/python -m pytest $(ARGS)
 
 # The long products: chained pairs and planted mistakes, faults at random moments, and libFuzzer where there is clang++.
-soak: $(VENV)/built
+soak: $(VENV)/test
 	$(BIN)/python tests/soak.py $(ARGS)
 	$(BIN)/python tests/test_failures.py --rounds 4
 	AFD_FUZZ_SECONDS=60 $(BIN)/python -m pytest -q tests/test_hostile.py -k coverage_guided
@@ -40,6 +40,10 @@ $(VENV)/python:
 	touch $@
 
 $(VENV)/built: $(VENV)/python $(SOURCES)
+	$(BIN)/pip install -q --no-build-isolation -e . numpy # numpy: without it torch warns
+	touch $@
+
+$(VENV)/test: $(VENV)/built
 	$(BIN)/pip install -q --no-build-isolation -e ".[test]"
 	touch $@
 

@@ -24,6 +24,7 @@ from torch._inductor.utils import run_and_get_code
 from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 
 import afd_ops
+from afd_ops.reference import routed_sum
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import deepseek_v4
@@ -253,6 +254,22 @@ def test_the_bias_changes_the_selection_and_not_the_weights(plain: Reference) ->
     gate.bias.zero_()
     changed = (ids.sort(1).values != gate(x, zeros(200))[0].sort(1).values).any(1)
     assert 0 < changed.sum() < 200
+
+
+def test_local_experts_skip_padding_and_count_duplicates_twice(plain: Reference) -> None:
+    local = LocalExperts(1, plain.experts, 8)
+    generator = torch.Generator().manual_seed(4)
+    x, weights = torch.randn(9, 64, generator=generator), torch.rand(9, 3, generator=generator)
+    ids = torch.randint(-1, 3, (9, 3), generator=generator)  # most experts get nothing
+
+    def expert(index: int, row: Tensor) -> Tensor:
+        gate, up = (plain.experts.gate_up[1][index] @ row).chunk(2)
+        hidden = nn.functional.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0)
+        return plain.experts.down[1][index] @ hidden
+
+    base = torch.randn(9, 64, generator=generator)
+    expected = base + routed_sum(x, ids, weights, expert)
+    torch.testing.assert_close(local.combine(local.dispatch(x, ids, weights), base), expected)
 
 
 @pytest.mark.gpu
