@@ -200,6 +200,7 @@ def run_attention(args: argparse.Namespace, model: DeepseekV4, window: afd_ops.W
         "prompt": sum(map(len, texts)) / max(prompted - began, 1e-9),
         "first": seconds[0] if seconds else 0.0,
         "decode": len(texts) * len(seconds[2:]) / max(sum(seconds[2:]), 1e-9),
+        "compiles": torch._dynamo.utils.counters["frames"]["ok"],
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "sent": sent,
     }
@@ -333,12 +334,27 @@ def report(args: argparse.Namespace, results: Sequence[dict[str, Any]]) -> str:
             f"attention {rank}: {text!r}\n          -> {new!r}"
             for text, new in zip(r["texts"], r["answers"], strict=True)
         ]
-    head = ["", "requests", "prompt tokens/s", "first step", "decode tokens/s", "graphs", "sent to FFN ranks"]
+    head = [
+        "",
+        "requests",
+        "prompt tokens/s",
+        "first step",
+        "decode tokens/s",
+        "compiles",
+        "graphs",
+        "sent to FFN ranks",
+    ]
     rows = []
     for rank, r in enumerate(results):
         sent = " + ".join(f"{n / 1e6:.2f}" for n in r["sent"]) + " MB"
-        figures = [f"{r['prompt']:.0f}", f"{r['first']:.1f} s", f"{r['decode']:.0f}", str(r["graphs"]), sent]
-        rows.append([f"attention {rank}", str(len(r["texts"])), *figures])
+        figures = [
+            f"{r['prompt']:.0f}",
+            f"{r['first']:.1f} s",
+            f"{r['decode']:.0f}",
+            str(r["compiles"]),
+            str(r["graphs"]),
+        ]
+        rows.append([f"attention {rank}", str(len(r["texts"])), *figures, sent])
         if args.check:
             rows[-1] += [f"{r['difference']:.1e}", f"{r['largest']:.2f}"]
     if args.check:

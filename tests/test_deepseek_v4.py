@@ -19,7 +19,9 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._inductor import cudagraph_trees
 from torch._inductor.utils import run_and_get_code
 from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 
@@ -124,10 +126,12 @@ class Reference:
         sizes: dict[str, Any] = dict(hidden=64, topk=self.config.num_experts_per_tok, tokens=ROWS * LENGTH)
 
         def experts_of(topology: afd_ops.Topology, rank: int) -> afd_ops.Experts:
-            return deepseek_v4.load_experts(self.config, Checkpoint(self.folder), topology.experts_of(rank))
+            own, devices = topology.experts_of(rank), harness.devices(topology)
+            device = devices if isinstance(devices, str) else devices[-1]
+            return deepseek_v4.load_experts(self.config, Checkpoint(self.folder), own, device=device)
 
         with harness.serving(topology, experts_of, **sizes, stages=stages, poll_interval=0.1) as (window,):
-            model = self.model(RemoteExperts, stages)
+            model = self.model(RemoteExperts, stages).to(harness.DEVICE)
             assert afd_ops.attach(model, window) == stages * self.config.layers
             yield model
 
@@ -170,14 +174,14 @@ def zeros(count: int = ROWS) -> Tensor:
 
 def ragged(reference: Reference, model: Any, step: Any, starts: list[int], steps: int) -> bool:
     """Prompts of different lengths into the rows, then `steps` decode steps of all rows together."""
-    every = torch.arange(ROWS)
+    every, device = torch.arange(ROWS), harness.DEVICE
     for row, length in enumerate(starts):
         if length:
-            model(reference.tokens[row : row + 1, :length], zeros(1), row)
+            model(reference.tokens[row : row + 1, :length].to(device), zeros(1).to(device), row)
     fine = True
     for turn in range(steps):
         positions = torch.tensor(starts) + turn
-        logits = step(reference.tokens[every, positions][:, None], positions)[:, 0]
+        logits = step(reference.tokens[every, positions][:, None].to(device), positions.to(device))[:, 0].cpu()
         fine &= torch.allclose(logits, reference.logits[every, positions], rtol=0, atol=ATOL)
     return fine
 
@@ -344,6 +348,21 @@ def test_decode_is_one_graph_for_all_steps_and_positions(plain: Reference) -> No
     assert counter.frame_count == 1
     called = [str(n.target) for n in counter.graphs[0].graph.nodes if str(n.target).startswith("afd.")]
     assert [name.split(".")[1] for name in called] == ["dispatch", "combine"] * plain.config.layers
+
+
+@pytest.mark.gpu
+def test_on_gpus_decode_is_recorded_once_and_replayed(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """faults: state that cudagraph trees take for mutated inputs, and skip; a recording per step."""
+    monkeypatch.setattr(harness, "DEVICE", "cuda:0")
+    counters.clear()
+    options = {"triton.cudagraphs": True, "reorder_for_peak_memory": False}
+    with plain.split(2) as model:
+        step = torch.compile(model, fullgraph=True, options=options)
+        assert ragged(plain, model, step, [0, 7, 30], 31)
+        manager = cudagraph_trees.get_manager(0, create_if_none_exists=False)
+        assert manager is not None
+        assert manager.new_graph_id().id == 1  # counts recordings from 0
+    assert (counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]) == (1, 0)
 
 
 def test_layers_of_a_kind_share_one_compile(plain: Reference) -> None:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import afd_ops
 
 
-@torch.library.custom_op("deepseek_v4::computed_by_now", mutates_args=("order",))
+@torch.library.custom_op(
+    "deepseek_v4::computed_by_now", mutates_args=("order",), schema="(Tensor(a!) order, Tensor[] results) -> ()"
+)
 def computed_by_now(order: Tensor, results: Sequence[Tensor]) -> None:
     """Does nothing, but needs `results` and keeps its place among the ops that mutate `order`.
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("deepseek_v4::sinkhorn", mutates_args=())
+@torch.library.custom_op(
+    "deepseek_v4::sinkhorn", mutates_args=(), schema="(Tensor logits, int iterations, float eps) -> Tensor"
+)
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """Rows through a softmax, + eps; then columns divided by their sum + eps, and in turn rows and columns.
 
