@@ -217,6 +217,17 @@ def test_rows_stand_at_different_positions_and_start_again_without_clearing(plai
         assert ragged(plain, model, model, [3, 0, 12], 20)
 
 
+def test_clear_removes_what_a_failed_step_left(plain: Reference) -> None:
+    """fault: NaN in a slot that is masked still reaches the output, as 0 x NaN."""
+    model = plain.whole()
+    model.embed_tokens.weight.mul_(float("nan"))
+    assert model(plain.tokens, zeros()).isnan().all()
+    deepseek_v4.load(model, Checkpoint(plain.folder))
+    assert not plain.agrees(model(plain.tokens[:, :1], zeros()))
+    model.clear()
+    assert plain.agrees(model(plain.tokens[:, :1], zeros()))
+
+
 def test_two_ubatches_interleave_between_dispatch_and_combine(plain: Reference) -> None:
     """Each has its own stage of the window and its own rows of the state."""
     with plain.split(2, stages=2) as model:

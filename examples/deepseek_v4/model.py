@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .attention import Attention, RMSNorm, linear
+from .attention import Attention, Compressor, Ring, RMSNorm, linear
 from .config import Config
 from .hyper_connections import HyperConnection, HyperHead, leave
 from .moe import Gate, SharedExpert
@@ -87,7 +87,7 @@ class DeepseekV4(nn.Module):
     Args:
         make_experts: the routed experts of a (layer, stage).
         rows: requests that are decoded together.
-        positions: longest request, prompt and answer.
+        positions: longest request, prompt and answer; a position past it is an error, on a GPU an assert there.
         stages: ubatches.
         dtype: of matrices and state; norms, gates, hyper-connections and sinks are float32.
     """
@@ -113,6 +113,14 @@ class DeepseekV4(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = linear(config.hidden_size, config.vocab_size, dtype)
         self.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Zeroes the state of all rows, in place: after a failed step, whose NaN would show through any mask."""
+        for module in self.modules():
+            if isinstance(module, (Ring, Compressor)):
+                for state in module.buffers(recurse=False):
+                    state.zero_()
 
     def streams(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] -> the residual streams, all equal at first [B, S, n, D]."""
