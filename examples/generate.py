@@ -19,9 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import deepseek_v4
+import ranks
 import torch
 from deepseek_v4 import Checkpoint, Config, DeepseekV4, LocalExperts, Random, RemoteExperts
 from torch import Tensor
@@ -90,7 +89,7 @@ def arguments() -> argparse.Namespace:
     def choice(name: str, choices: Sequence[str], text: str) -> None:
         parser.add_argument(name, choices=choices, default=choices[0], help=text)
 
-    choice("--device", ("auto", "cpu", "cuda"), "auto: GPUs if there are two")
+    choice("--device", ranks.DEVICES, "auto: GPUs if there are two")
     choice("--dtype", ("float32", "bfloat16"), "of matrices and of the rows sent")
     choice("--compile", ("model", "layers", "none"), "decode steps: one graph, or one per kind of layer")
     parser.add_argument(
@@ -107,31 +106,8 @@ def arguments() -> argparse.Namespace:
         parser.error("--check needs --dtype float32: rounding changes which experts a token visits")
     if not all(args.prompts):
         parser.error("a prompt is empty")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.device_count() > 1 else "cpu"
-    args.backend = args.backend or ("inductor" if args.device == "cuda" else "aot_eager")
     args.chunk = max(args.chunk, -(-len(args.prompts) // args.attention))  # a decode step has one token per request
     return args
-
-
-def launch(world_size: int) -> int:
-    """Starts this script again, once per rank, as torchrun would; returns its exit status."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    command = ["--standalone", f"--nproc-per-node={world_size}", __file__, *sys.argv[1:]]
-    try:
-        run.run(run.parse_args(command))
-    except ChildFailedError as error:
-        for rank, failure in sorted(error.failures.items()):
-            # A rank that ended with 1 has said why; one that got SIGTERM had to follow another.
-            if failure.exitcode not in (1, -signal.SIGTERM):
-                print(f"rank {rank} ended with exit status {failure.exitcode}", file=sys.stderr)
-        return 1
-    return 0
 
 
 # --- the attention side ---------------------------------------------------------------------------
@@ -272,29 +248,25 @@ def weights_of(args: argparse.Namespace) -> Checkpoint | Random:
 
 
 @contextlib.contextmanager
-def opened(args: argparse.Namespace, config: Config, bootstrap: afd_ops.Bootstrap) -> Iterator[afd_ops.Window]:
+def opened(
+    args: argparse.Namespace, config: Config, topology: afd_ops.Topology, device: torch.device
+) -> Iterator[tuple[afd_ops.Window, afd_ops.Bootstrap]]:
     """This rank's window, over shared memory or between GPUs."""
-    topology, heap = afd_ops.Topology(args.attention, args.ffn, config.n_routed_experts), None
-    if args.device == "cuda":
-        from afd_ops.heap.nvshmem import NvshmemHeap
-
-        # Ranks of one role side by side: attention on the first GPUs, FFN on the last.
-        device = torch.device("cuda", bootstrap.rank * torch.cuda.device_count() // bootstrap.world_size)
-        torch.cuda.set_device(device)
-        heap = NvshmemHeap(bootstrap, device)
-    with afd_ops.Window(
-        topology,
-        bootstrap,
-        hidden=config.hidden_size,
-        topk=config.num_experts_per_tok,
-        tokens=args.chunk,
-        dtype=getattr(torch, args.dtype),
-        heap=heap,
-        deadline=args.deadline,
-    ) as window:
-        yield window
-    if heap is not None:
-        heap.finalize()
+    bootstrap = afd_ops.Bootstrap.from_env(timeout=args.deadline)
+    with (
+        ranks.heap_on(device, bootstrap) as heap,
+        afd_ops.Window(
+            topology,
+            bootstrap,
+            hidden=config.hidden_size,
+            topk=config.num_experts_per_tok,
+            tokens=args.chunk,
+            dtype=getattr(torch, args.dtype),
+            heap=heap,
+            deadline=args.deadline,
+        ) as window,
+    ):
+        yield window, bootstrap
 
 
 def build_attention(args: argparse.Namespace, config: Config, window: afd_ops.Window) -> DeepseekV4:
@@ -383,23 +355,25 @@ def main() -> int:
     args = arguments()
     world_size = args.attention + args.ffn
     if "RANK" not in os.environ:
-        return launch(world_size)
+        return ranks.launch(__file__, world_size)
     rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if started != world_size:
         raise SystemExit(f"{args.attention} attention + {args.ffn} FFN ranks, but {started} processes")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
-    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # several ranks may share a GPU
 
     config = Config.from_folder(args.weights) if args.weights else Config.from_dict(SMALL)
     if config.vocab_size < 256:
         raise SystemExit(f"vocab_size is {config.vocab_size}, expected at least 256: a token is a byte")
-    bootstrap = afd_ops.Bootstrap.from_env(timeout=args.deadline)
-    with opened(args, config, bootstrap) as window:
+    topology = afd_ops.Topology(args.attention, args.ffn, config.n_routed_experts)
+    device = ranks.place(args.device, topology, rank)
+    args.device = device.type
+    args.backend = args.backend or ("inductor" if device.type == "cuda" else "aot_eager")
+    with opened(args, config, topology, device) as (window, bootstrap):
         if rank == 0:
             how = "not compiled" if args.compile == "none" else f"decode compiled by {args.backend} ({args.compile})"
             print(
-                f"{args.attention} attention + {args.ffn} FFN ranks on {args.device}; {config.layers} layers, "
+                f"{args.attention} attention + {args.ffn} FFN ranks on {device.type}; {config.layers} layers, "
                 f"{config.n_routed_experts} experts, top {config.num_experts_per_tok}, {args.dtype}; {how}\n",
                 flush=True,
             )

@@ -75,9 +75,3 @@ def heap_on(device: torch.device, bootstrap: afd_ops.Bootstrap) -> Iterator[afd_
     heap = NvshmemHeap(bootstrap, device)
     yield heap
     heap.finalize()  # collective: only where no rank has failed
-
-
-def synchronize(device: torch.device) -> None:
-    """What was called on the device has ended."""
-    if device.type != "cpu":
-        torch.cuda.synchronize(device)
