@@ -684,8 +684,9 @@ def test_a_ticket_is_good_for_one_combine_of_its_own_lane_and_layer() -> None:
 @pytest.mark.parametrize("sequence", [-1, 1, 2**32])
 def test_a_ticket_that_was_never_issued_is_refused(sequence: int) -> None:
     """A damaged ticket must not wait for an answer that was never asked for; -1 is how an idle ring is marked."""
-    with harness.serving(PAIR, deadline=1.0) as (attention,):
+    with harness.windows(PAIR, deadline=1.0) as (attention, ffn):
         flight = ask(attention)
+        assert server_of(ffn).step() == 1
         flight.assert_answered()
         flight.ticket[0, 3:5] = torch.tensor([sequence]).view(torch.int32)
         with raises(attention, afd_ops.StaleError, f"sequence {sequence}"):

@@ -18,9 +18,10 @@
 
 namespace afd {
 
-constexpr int64_t kMaxTopk = 64;  // checked at construction: choices of a token kept by two per lane
-constexpr int kNearPeers = 16;    // peers whose addresses ride in the kernel's parameters
-constexpr int kMailbox = 4;       // entries; arrive n + kMailbox is launched only after reply n
+constexpr int64_t kMaxTopk = 64;             // checked at construction: choices of a token kept by two per lane
+constexpr int64_t kSharedBytes = 48 * 1024;  // what a kernel gets without asking
+constexpr int kNearPeers = 16;               // peers whose addresses ride in the kernel's parameters
+constexpr int kMailbox = 4;                  // entries; arrive n + kMailbox is launched only after reply n
 
 // An entry of the mailbox. Each word is stored at once, and carries the item's sequence above its value: the host has
 // an item when all three say so, and arrive needs no fence across PCIe.
@@ -64,6 +65,19 @@ __host__ __device__ inline int64_t done_index(const Geometry& g, Done which, int
   return static_cast<int64_t>(which) * (g.stages + 1) + stage;
 }
 __host__ __device__ inline int64_t done_words(const Geometry& g) { return 3 * (g.stages + 1); }
+
+// Shared memory of rank_choices (ids.cuh) beside `other` bytes of its kernel: 4 bytes per expert for each of its warps.
+// Many experts leave it fewer warps.
+inline __host__ __device__ uint32_t rank_warps(int64_t experts, int64_t other, int64_t most) {
+  const int64_t fit = (kSharedBytes - other) / (4 * experts);
+  return static_cast<uint32_t>(fit < most ? fit : most);
+}
+inline int64_t rank_bytes(int64_t experts, int64_t other, int64_t most) {
+  return 4 * experts * rank_warps(experts, other, most);
+}
+
+// What dispatch keeps of its plan in shared memory beside that: 8 bytes per expert, 4 per F rank.
+inline __host__ __device__ int64_t plan_bytes(const Geometry& g) { return 8 * g.num_experts + 4 * g.ffn_size; }
 
 // Shared memory of arrive: 8 bytes per slot, twice 4 per local expert.
 inline int64_t arrive_bytes(const Geometry& g, int64_t slots) { return 8 * (slots + g.local_experts); }

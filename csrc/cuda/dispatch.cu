@@ -65,17 +65,15 @@ __device__ void open_flight(const DeviceControl& c, const int32_t* port, Flight&
 }
 
 struct PlanMemory {
-  int2* map;         // [experts]
-  int32_t* running;  // [experts]
-  int32_t* routed;   // [ffn_size]
+  int2* map;        // [experts]
+  int32_t* routed;  // [ffn_size]
+  int32_t* ranks;   // of rank_choices
   __device__ PlanMemory(const Geometry& g, void* memory) {
     map = static_cast<int2*>(memory);
-    running = reinterpret_cast<int32_t*>(map + g.num_experts);
-    routed = running + g.num_experts;
+    routed = reinterpret_cast<int32_t*>(map + g.num_experts);
+    ranks = routed + g.ffn_size;
   }
 };
-
-size_t plan_bytes(const Geometry& g) { return g.num_experts * 12 + g.ffn_size * 4; }
 
 struct WeightedChoice {
   int64_t id;
@@ -90,17 +88,17 @@ __device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const in
   const auto choice = [&](uint32_t i) -> WeightedChoice {
     return {id_at(ids, i / topk, i % topk), weights.data[i / topk * weights.row + i % topk * weights.column]};
   };
-  const WeightedChoice first = threadIdx.x < n ? choice(threadIdx.x) : WeightedChoice{-1, 0.0f};
-  for (int64_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) {
+  const Share share(n, rank_warps(g.num_experts, plan_bytes(g), kThreads / 32));
+  const WeightedChoice first = share.first() < share.end ? choice(share.first()) : WeightedChoice{-1, 0.0f};
+  for (int64_t e = threadIdx.x; e < g.num_experts; e += blockDim.x)
     m.map[e] = reinterpret_cast<const int2*>(c.expert_map)[e];
-    m.running[e] = 0;
-  }
+  for (int64_t i = threadIdx.x; i < share.rows() * g.num_experts; i += blockDim.x) m.ranks[i] = 0;
   for (int64_t f = threadIdx.x; f < g.ffn_size; f += blockDim.x) m.routed[f] = 0;
   open_flight(c, port, flight, skip);
   __syncthreads();
   if (!flight.ok) return;
   rank_choices(
-      first, n, g.num_experts, m.running, choice,
+      share, first, g.num_experts, m.ranks, choice,
       [&](uint32_t i, const WeightedChoice& w, int32_t rank) {
         const int2 owner = w.id >= 0 ? m.map[w.id] : make_int2(-1, -1);
         if (owner.x >= 0) atomicAdd(&m.routed[owner.x], 1);
@@ -120,10 +118,11 @@ __device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const in
         record_error(c, r);
       });
   __syncthreads();
+  const int32_t* found = m.ranks + (share.rows() - 1) * g.num_experts;
   // A rank's counts beyond the experts it owns were zeroed at construction and are never written.
   for (int64_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) {
     const int2 owner = m.map[e];
-    if (!bit(skip, owner.x)) DeviceSlot(peer_window(c, owner.x), c.layout, flight.slot).counts[owner.y] = m.running[e];
+    if (!bit(skip, owner.x)) DeviceSlot(peer_window(c, owner.x), c.layout, flight.slot).counts[owner.y] = found[e];
   }
   for (int32_t f = kThreads - 1 - static_cast<int32_t>(threadIdx.x); f < c.peers; f += kThreads) {
     if (bit(skip, f)) continue;
@@ -164,7 +163,7 @@ struct Copied {
 
 // The same with the cast in between. A row is whole blocks and v0 begins one, so a block's lanes are all in or all out.
 struct Quantized {
-  static constexpr uint32_t kUnroll = 4, kCtas = 96;  // reads twice what it sends
+  static constexpr uint32_t kUnroll = 4, kCtas = 64;
   static constexpr uint32_t kBlocks = 32 / kBlockLanes;
   int4 wide[kUnroll][2], data[kUnroll];
   float scale;  // of block v0 / kBlockLanes + lane, so that a warp stores them together
@@ -297,8 +296,10 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_dispatch(const DeviceControl& c, DeviceRows x, DeviceIds ids, DeviceWeights weights, const int32_t* port,
                      int32_t* ticket, cudaStream_t stream) {
+  const Geometry& g = c.geometry;
+  const int64_t shared = plan_bytes(g) + rank_bytes(g.num_experts, plan_bytes(g), kThreads / 32);
   const auto launch = [&](auto kernel, int copy_ctas) {
-    kernel<<<1 + copy_ctas, kThreads, plan_bytes(c.geometry), stream>>>(c, x, ids, weights, port, ticket);
+    kernel<<<1 + copy_ctas, kThreads, shared, stream>>>(c, x, ids, weights, port, ticket);
   };
   if (scales_per_row(c.geometry) > 0) {
     launch(dispatch_kernel<Quantized>, Quantized::kCtas);

@@ -6,8 +6,6 @@
 
 namespace afd {
 
-constexpr int64_t kSharedBytes = 48 * 1024;  // what a kernel gets without asking
-
 struct DeviceWindow {
   int device = -1;
   DeviceControl control{};        // what kernels are launched with

@@ -13,18 +13,19 @@ constexpr int kThreads = 512;
 __global__ void __launch_bounds__(kThreads)
     plan_kernel(DeviceIds ids, int64_t tokens, int64_t topk, const int2* expert_map, int64_t experts, int64_t ffn_size,
                 int64_t local_experts, Position* position, int32_t* counts, int32_t* masks) {
-  extern __shared__ int32_t running[];
-  for (int64_t e = threadIdx.x; e < experts; e += blockDim.x) running[e] = 0;
+  extern __shared__ int32_t memory[];
   for (int64_t i = threadIdx.x; i < ffn_size * local_experts; i += blockDim.x) counts[i] = 0;
   struct Choice {
     int64_t id;
   };
   const uint32_t width = static_cast<uint32_t>(topk), n = static_cast<uint32_t>(tokens) * width;
+  const Share share(n, rank_warps(experts, 0, kThreads / 32));
+  for (int64_t i = threadIdx.x; i < share.rows() * experts; i += blockDim.x) memory[i] = 0;
   const auto choice = [&](uint32_t i) -> Choice { return {id_at(ids, i / width, i % width)}; };
-  const Choice first = threadIdx.x < n ? choice(threadIdx.x) : Choice{-1};
+  const Choice first = share.first() < share.end ? choice(share.first()) : Choice{-1};
   __syncthreads();
   rank_choices(
-      first, n, experts, running, choice,
+      share, first, experts, memory, choice,
       [&](uint32_t i, const Choice& at, int32_t rank) {
         const int2 owner = at.id >= 0 ? expert_map[at.id] : make_int2(-1, -1);
         for (int64_t f = 0; f < ffn_size; ++f)
@@ -32,11 +33,12 @@ __global__ void __launch_bounds__(kThreads)
       },
       [](int64_t) {});
   __syncthreads();
+  const int32_t* found = memory + (share.rows() - 1) * experts;
   for (int64_t e = threadIdx.x; e < experts; e += blockDim.x) {
     const int2 owner = expert_map[e];
     if (owner.x >= 0 && owner.x < ffn_size && owner.y >= 0 &&
         owner.y < local_experts)  // the map's content is not checked
-      counts[owner.x * local_experts + owner.y] = running[e];
+      counts[owner.x * local_experts + owner.y] = found[e];
   }
   const int words = static_cast<int>((ffn_size + 31) / 32);
   for (int64_t t = threadIdx.x / 32; t < tokens; t += blockDim.x / 32)
@@ -51,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
 void launch_plan(DeviceIds ids, int64_t tokens, int64_t topk, const int32_t* expert_map, int64_t num_experts,
                  int64_t ffn_size, int64_t local_experts, Position* position, int32_t* counts, int32_t* masks,
                  cudaStream_t stream) {
-  plan_kernel<<<1, kThreads, num_experts * sizeof(int32_t), stream>>>(
+  plan_kernel<<<1, kThreads, rank_bytes(num_experts, 0, kThreads / 32), stream>>>(
       ids, tokens, topk, reinterpret_cast<const int2*>(expert_map), num_experts, ffn_size, local_experts, position,
       counts, masks);
 }
