@@ -196,6 +196,47 @@ def test_no_op_copies_from_the_device(seed: int) -> None:
         assert not [name for name in ran if "DtoH" in name]
 
 
+@pytest.mark.parametrize("count", [FUSED, SPLIT])
+def test_a_captured_layer_is_at_most_three_kernels_and_nothing_else(count: int, seed: int) -> None:
+    """No copy, no memset, no foreign kernel, no synchronisation. The experts of this server launch nothing, so that
+    whatever is not one of the FFN side's three kernels is the attention side's."""
+    layers = 4
+    with cluster(PAIR, **BY_HAND) as ready:
+        (window,), (ffn,), (server,), (stream,) = ready.attention, ready.ffn, ready.servers, ready.streams
+        modules, (x, ids, weights, base) = [harness.remote(window, n) for n in range(layers)], inputs(window, 1, count)
+        bucket = ffn.geometry.tokens * ffn.geometry.topk
+        attention, served = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with capturing(attention, torch.cuda.current_stream()):
+            y = x[0]
+            for module in modules:
+                y = module.combine(module.dispatch(y, ids[0], weights[0]), base[0])
+        with capturing(served, stream):
+            for _ in range(layers):
+                item = torch.ops.afd.arrive(server.port, ffn.id)
+                rows, _, _ = torch.ops.afd.receive(item, server.port, ffn.id, bucket)
+                torch.ops.afd.reply(rows, item, server.port, ffn.id)
+
+        def step() -> None:
+            with synchronising_is_an_error():
+                with torch.cuda.stream(stream):
+                    served.replay()
+                attention.replay()
+            harness.synchronize()
+
+        step()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            step()
+        window.check()
+        assert not y.isnan().any()
+        ran = [event.name for event in profiler.events() if event.device_type == DeviceType.CUDA]
+        kernels = [re.findall(r"(\w+)_kernel", name) for name in ran]
+        ffn_side = [name for name in kernels if name in (["arrive"], ["receive"], ["reply"])]
+        rest = [name for name in kernels if name not in ffn_side]
+        assert len(ffn_side) == 3 * layers, ran
+        assert all(name in (["dispatch"], ["await"], ["combine"]) for name in rest), ran
+        assert 2 * layers <= len(rest) <= 3 * layers, ran
+
+
 FIRST_LAUNCH = """
 import faulthandler, time
 import torch
