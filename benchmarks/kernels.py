@@ -19,8 +19,8 @@ import afd_ops
 EXPERTS, TOPK, COUNT = 32, 8, 64
 
 
-def kernels(tokens: int, hidden: int, dtype: torch.dtype) -> dict[str, float]:
-    """Mean microseconds by kernel name."""
+def kernels(tokens: int, hidden: int, dtype: torch.dtype, count: int = COUNT) -> dict[str, float]:
+    """Mean microseconds by kernel name, over `count` rings."""
     topology = afd_ops.Topology(1, 1, EXPERTS)
     a, f = afd_ops.open_local(
         topology,
@@ -29,7 +29,7 @@ def kernels(tokens: int, hidden: int, dtype: torch.dtype) -> dict[str, float]:
         topk=TOPK,
         tokens=tokens,
         dtype=dtype,
-        depth=COUNT,
+        depth=count,
         rows=tokens * TOPK,
         poll_interval=5.0,
         deadline=20.0,
@@ -53,12 +53,12 @@ def kernels(tokens: int, hidden: int, dtype: torch.dtype) -> dict[str, float]:
         torch.cuda.synchronize(0)
         torch.cuda.synchronize(1)
         with torch.cuda.graph(send):
-            tickets = [experts.dispatch(x, ids, weights) for _ in range(COUNT)]
+            tickets = [experts.dispatch(x, ids, weights) for _ in range(count)]
         with torch.cuda.graph(take, pool=send.pool()):
             for ticket in tickets:
                 experts.combine(ticket, x)
         with torch.cuda.device(1), torch.cuda.graph(serve, stream=torch.cuda.Stream(1)):
-            for _ in range(COUNT):
+            for _ in range(count):
                 answer()
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             for _ in range(2):

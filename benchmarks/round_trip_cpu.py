@@ -24,7 +24,6 @@ import ctypes
 import multiprocessing
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -178,11 +177,6 @@ def build_floor(folder: str) -> ctypes.CDLL:
     return floor
 
 
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 def rows_of(tokens: int, capacity: int, result: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of the result file for one batch: ours, floor and memcpy."""
     times = result["times"]
@@ -236,7 +230,7 @@ def main() -> int:
     torch.manual_seed(args.seed)
     trials, seconds = (5, 0.03) if args.quick else (21, 0.2)
 
-    topology, capacity, address = afd_ops.Topology(1, 1, EXPERTS), max(args.tokens), free_address()
+    topology, capacity, address = afd_ops.Topology(1, 1, EXPERTS), max(args.tokens), common.free_address()
     server_args = (topology, address, capacity, args.cpus)
     server = multiprocessing.get_context("spawn").Process(target=serve, args=server_args, daemon=True)
     server.start()
