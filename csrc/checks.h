@@ -2,9 +2,10 @@
 // memory, so an argument that is refused has changed nothing.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
 
 #include "control.h"
 
@@ -39,10 +40,43 @@ inline ScalarType scalar_type(int64_t dtype) {
   return types[dtype];
 }
 
+inline int32_t shim_dtype(ScalarType t) {
+  switch (t) {
+    case ScalarType::Float:
+      return aoti_torch_dtype_float32();
+    case ScalarType::BFloat16:
+      return aoti_torch_dtype_bfloat16();
+    case ScalarType::Half:
+      return aoti_torch_dtype_float16();
+    case ScalarType::Float8_e4m3fn:
+      return aoti_torch_dtype_float8_e4m3fn();
+    default:
+      return aoti_torch_dtype_int32();
+  }
+}
+
+// A fresh contiguous tensor, uninitialised, of one of the dtypes above, on the device of `like`.
+// torch::stable::new_empty asks the dispatcher for an op by its name, every time.
+template <size_t N>
+Tensor new_empty(const Tensor& like, const int64_t (&sizes)[N], ScalarType type) {
+  int64_t strides[N];
+  int64_t next = 1;
+  for (size_t i = N; i-- > 0;) {
+    strides[i] = next;
+    next *= std::max<int64_t>(sizes[i], 1);
+  }
+  int32_t device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(N, sizes, strides, shim_dtype(type), device_type, like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
 // Of what receive returns beside `rows` rows: [rows, scales_per_row], or [0] if the payload is not quantised.
 inline Tensor new_scales(const Tensor& like, const Geometry& g, int64_t rows) {
-  return scales_per_row(g) > 0 ? torch::stable::new_empty(like, {rows, scales_per_row(g)}, ScalarType::Float)
-                               : torch::stable::new_empty(like, {0}, ScalarType::Float);
+  return scales_per_row(g) > 0 ? new_empty(like, {rows, scales_per_row(g)}, ScalarType::Float)
+                               : new_empty(like, {0}, ScalarType::Float);
 }
 
 inline DType dtype_of(const Tensor& t) {

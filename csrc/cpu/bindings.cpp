@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 #include <torch/csrc/stable/library.h>
 
+#include <cstring>
 #include <tuple>
 
 #include "../checks.h"
@@ -16,6 +17,13 @@ Ids ids_of(const Tensor& t) {
   return {t.const_data_ptr(), t.scalar_type() == ScalarType::Long, t.stride(0), t.stride(1)};
 }
 Rows rows_of(const Tensor& t) { return {t.const_data_ptr(), t.size(0), t.stride(0)}; }
+
+template <size_t N>
+Tensor new_zeros(const Tensor& like, const int64_t (&sizes)[N], ScalarType type) {
+  Tensor t = new_empty(like, sizes, type);
+  std::memset(t.mutable_data_ptr(), 0, t.numel() * t.element_size());
+  return t;
+}
 
 // malloc gives blocks of 32 MB and more back to the system at once, so every item would pay a page fault per 4 KB of
 // rows, several times what copying them costs. Advice only: where it is refused, nothing changes.
@@ -54,9 +62,9 @@ std::tuple<Tensor, Tensor, Tensor> plan_cpu(const Tensor& topk_ids, const Tensor
   check_ids(op, ids_of(topk_ids), tokens, topk, expert_map.size(0));
 
   const int64_t words = (ffn_size + 31) / 32;
-  Tensor position = torch::stable::new_empty(topk_ids, {ffn_size, tokens, topk, 2}, ScalarType::Int);
-  Tensor counts = torch::stable::new_zeros(topk_ids, {ffn_size, local_experts}, ScalarType::Int);
-  Tensor masks = torch::stable::new_zeros(topk_ids, {tokens, words}, ScalarType::Int);
+  Tensor position = new_empty(topk_ids, {ffn_size, tokens, topk, 2}, ScalarType::Int);
+  Tensor counts = new_zeros(topk_ids, {ffn_size, local_experts}, ScalarType::Int);
+  Tensor masks = new_zeros(topk_ids, {tokens, words}, ScalarType::Int);
   std::vector<Position*> positions;
   std::vector<int32_t*> count;
   for (int64_t f = 0; f < ffn_size; ++f) {
@@ -74,7 +82,7 @@ Tensor dispatch_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_
   const Port p = read_port(c, Op::dispatch, port);
   if (p.layer < 0) raise(Kind::Argument, Op::dispatch, "port is for layer ", p.layer, ", expected 0 or more");
   check_dispatch(c.geometry, x, topk_ids, topk_weights);
-  Tensor ticket = torch::stable::new_zeros(x, {x.size(0) + 1, ticket_width(c.geometry.ffn_size)}, ScalarType::Int);
+  Tensor ticket = new_zeros(x, {x.size(0) + 1, ticket_width(c.geometry.ffn_size)}, ScalarType::Int);
   const Weights weights{static_cast<const float*>(topk_weights.const_data_ptr()), topk_weights.stride(0),
                         topk_weights.stride(1)};
   dispatch(c, p, rows_of(x), ids_of(topk_ids), weights, ints(ticket));
@@ -85,7 +93,7 @@ Tensor arrive_cpu(Tensor port, int64_t window) {
   Entry entry(window, kFfn, Op::arrive);
   Control& c = entry.control();
   read_port(c, Op::arrive, port);
-  Tensor item = torch::stable::new_zeros(port, {1 + c.slots(), kItemWords}, ScalarType::Int);
+  Tensor item = new_zeros(port, {1 + c.slots(), kItemWords}, ScalarType::Int);
   arrive(c, ints(item));
   return item;
 }
@@ -97,9 +105,9 @@ std::tuple<Tensor, Tensor, Tensor> receive_cpu(const Tensor& item, Tensor port, 
   check_item(c, Op::receive, item);
   Item it = read_item(c, Op::receive, ints(item));
   if (rows < it.rows) raise(Kind::Argument, Op::receive, "rows is ", rows, ", but the item has ", it.rows, " rows");
-  Tensor out = torch::stable::new_empty(item, {rows, c.geometry.hidden}, scalar_type(c.geometry.dtype));
+  Tensor out = new_empty(item, {rows, c.geometry.hidden}, scalar_type(c.geometry.dtype));
   Tensor scales = new_scales(item, c.geometry, rows);
-  Tensor offsets = torch::stable::new_empty(item, {c.local_experts()}, ScalarType::Int);
+  Tensor offsets = new_empty(item, {c.local_experts()}, ScalarType::Int);
   use_large_pages(out.mutable_data_ptr(), rows * payload_row(c.geometry));
   item_offsets(c, it, ints(offsets));
   receive(c, it, static_cast<char*>(out.mutable_data_ptr()), static_cast<float*>(scales.mutable_data_ptr()));
@@ -125,7 +133,7 @@ Tensor combine_cpu(const Tensor& ticket, const Tensor& base, const Tensor& port,
   check_combine(c.geometry, ticket, base);
   const int64_t tokens = base.size(0);
   const Ticket k = read_ticket(c, p, ints(ticket), tokens);
-  Tensor out = torch::stable::new_empty(base, {tokens, c.geometry.hidden});
+  Tensor out = new_empty(base, {tokens, c.geometry.hidden}, base.scalar_type());
   combine(c, k, ints(ticket) + ticket.size(1), tokens, rows_of(base), dtype_of(base), out.mutable_data_ptr());
   return out;
 }

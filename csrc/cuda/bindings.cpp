@@ -96,9 +96,9 @@ std::tuple<Tensor, Tensor, Tensor> plan_cuda(const Tensor& topk_ids, const Tenso
   if (4 * experts > kSharedBytes)
     raise(Kind::Argument, op, "expert_map has ", experts, " experts, expected at most ", kSharedBytes / 4, " on CUDA");
   torch::stable::accelerator::DeviceGuard guard(topk_ids.get_device_index());
-  Tensor position = torch::stable::new_empty(topk_ids, {ffn_size, tokens, topk, 2}, ScalarType::Int);
-  Tensor counts = torch::stable::new_empty(topk_ids, {ffn_size, local_experts}, ScalarType::Int);
-  Tensor masks = torch::stable::new_empty(topk_ids, {tokens, (ffn_size + 31) / 32}, ScalarType::Int);
+  Tensor position = new_empty(topk_ids, {ffn_size, tokens, topk, 2}, ScalarType::Int);
+  Tensor counts = new_empty(topk_ids, {ffn_size, local_experts}, ScalarType::Int);
+  Tensor masks = new_empty(topk_ids, {tokens, (ffn_size + 31) / 32}, ScalarType::Int);
   launch_plan(ids_of(topk_ids), tokens, topk, ints(expert_map), experts, ffn_size, local_experts,
               static_cast<Position*>(position.mutable_data_ptr()), ints(counts), ints(masks), stream_of(topk_ids));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
@@ -114,7 +114,7 @@ Tensor dispatch_cuda(const Tensor& x, const Tensor& topk_ids, const Tensor& topk
   entry.check_device(Op::dispatch, "topk_weights", topk_weights);
   check_dispatch(g, x, topk_ids, topk_weights);
   const DeviceRows rows = rows_of(Op::dispatch, "x", x);
-  Tensor ticket = torch::stable::new_empty(x, {x.size(0) + 1, ticket_width(g.ffn_size)}, ScalarType::Int);
+  Tensor ticket = new_empty(x, {x.size(0) + 1, ticket_width(g.ffn_size)}, ScalarType::Int);
   const DeviceWeights weights{static_cast<const float*>(topk_weights.const_data_ptr()), topk_weights.stride(0),
                               topk_weights.stride(1)};
   launch_dispatch(entry.device(), rows, ids_of(topk_ids), weights, ints(port), ints(ticket), stream_of(x));
@@ -125,7 +125,7 @@ Tensor dispatch_cuda(const Tensor& x, const Tensor& topk_ids, const Tensor& topk
 
 Tensor arrive_cuda(Tensor port, int64_t window) {
   const DeviceEntry entry(window, kFfn, Op::arrive, port);
-  Tensor item = torch::stable::new_empty(port, {1 + entry.host().slots(), kItemWords}, ScalarType::Int);
+  Tensor item = new_empty(port, {1 + entry.host().slots(), kItemWords}, ScalarType::Int);
   launch_arrive(entry.device(), ints(item), stream_of(port));
   entry.launched();
   return item;
@@ -137,9 +137,9 @@ std::tuple<Tensor, Tensor, Tensor> receive_cuda(const Tensor& item, Tensor port,
   entry.check_device(Op::receive, "item", item);
   check_item(entry.host(), Op::receive, item);
   if (rows < 0) raise(Kind::Argument, Op::receive, "rows is ", rows, ", expected at least 0");
-  Tensor out = torch::stable::new_empty(item, {rows, g.hidden}, scalar_type(g.dtype));
+  Tensor out = new_empty(item, {rows, g.hidden}, scalar_type(g.dtype));
   Tensor scales = new_scales(item, g, rows);
-  Tensor offsets = torch::stable::new_empty(item, {entry.host().local_experts()}, ScalarType::Int);
+  Tensor offsets = new_empty(item, {entry.host().local_experts()}, ScalarType::Int);
   launch_receive(entry.device(), ints(item), static_cast<char*>(out.mutable_data_ptr()),
                  static_cast<float*>(scales.mutable_data_ptr()), rows, ints(offsets), stream_of(item));
   entry.launched();
@@ -168,7 +168,7 @@ Tensor combine_cuda(const Tensor& ticket, const Tensor& base, const Tensor& port
   if (g.hidden * static_cast<int64_t>(base.element_size()) % 16 != 0)
     raise(Kind::Argument, Op::combine, "base has rows of ", g.hidden * static_cast<int64_t>(base.element_size()),
           " bytes, expected a multiple of 16");
-  Tensor out = torch::stable::new_empty(base, {base.size(0), g.hidden});
+  Tensor out = new_empty(base, {base.size(0), g.hidden}, base.scalar_type());
   launch_combine(entry.device(), ints(ticket), rows, dtype_of(base), out.mutable_data_ptr(), ints(port),
                  stream_of(base));
   entry.launched();
