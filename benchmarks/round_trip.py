@@ -430,6 +430,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
+    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "8G")  # for heaps that cannot grow: a window's memory stays taken
     # NVLink multicast is not used by any path.
     os.environ |= {"NVSHMEM_DISABLE_NVLS": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     with tempfile.TemporaryDirectory() as folder:
