@@ -341,8 +341,6 @@ class Window:
             self._device_half.rewind(self.id)
         self.bootstrap.barrier()
         _C.resume(self.id)
-        if self._device_half:
-            self._device_half.resume(self.id)
 
     def close(self) -> None:
         """Tells the peers that this rank is done and gives the memory back. Not collective; may be called twice."""

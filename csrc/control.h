@@ -88,7 +88,7 @@ struct Slot {
   float* scale;
   char* payload;
 
-  Slot(char* window, const Layout& l, int64_t index) {
+  AFD_HD Slot(char* window, const Layout& l, int64_t index) {
     char* base = window + l.slots + index * l.slot_bytes;
     header = reinterpret_cast<SlotHeader*>(base);
     counts = reinterpret_cast<int32_t*>(base + sizeof(SlotHeader));

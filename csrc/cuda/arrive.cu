@@ -28,6 +28,19 @@ __device__ void watch_peers(const DeviceControl& c, bool across_pcie) {
   __syncwarp();
 }
 
+// By one lane: a flag that is neither EMPTY nor READY.
+__device__ void refuse_flag(const DeviceControl& c, uint32_t index, int32_t seen) {
+  const uint32_t per_region = static_cast<uint32_t>(c.layout.slots_per_region), depth = c.geometry.depth;
+  const uint32_t region = index / per_region, within = index % per_region;
+  if (load_relaxed(&c.region[region]) != kAlive) return;
+  ErrorRecord r = error_at(Kind::Protocol, Op::arrive, -1, static_cast<int32_t>(region),
+                           static_cast<int32_t>(within / depth), within % depth, -1);
+  r.field = static_cast<int32_t>(Field::flags);
+  r.expected = kReady;
+  r.seen = seen;
+  close_region(c, r);
+}
+
 // What the choice needs beside the window, in shared memory.
 struct Choosing {
   int64_t* chosen;  // [slots]: the item's
@@ -43,7 +56,7 @@ struct Choosing {
 // Checks a ready slot's header and counts; false (region closed) if the protocol forbids them, or it was closed before.
 __device__ bool admit(const DeviceControl& c, int64_t index, int32_t generation, const Choosing& m, SlotHeader& h) {
   const Geometry& g = c.geometry;
-  const DeviceSlot slot(c.window, c.layout, index);
+  const Slot slot(c.window, c.layout, index);
   const int lane = threadIdx.x;
   const uint32_t region = static_cast<uint32_t>(index) / static_cast<uint32_t>(c.layout.slots_per_region);
   const uint32_t within = static_cast<uint32_t>(index) % static_cast<uint32_t>(c.layout.slots_per_region);
@@ -64,6 +77,7 @@ __device__ bool admit(const DeviceControl& c, int64_t index, int32_t generation,
   const int64_t sum = (static_cast<int64_t>(__reduce_add_sync(kWarp, static_cast<uint32_t>(mine >> 20))) << 20) +
                       __reduce_add_sync(kWarp, static_cast<uint32_t>(mine & 0xfffff));
   worst = __reduce_max_sync(kWarp, worst);
+  __syncwarp();
   if (!__all_sync(kWarp, state == kAlive)) return false;
   ErrorRecord r = error_at(Kind::Protocol, Op::arrive, h.layer, static_cast<int32_t>(region),
                            static_cast<int32_t>(within / depth), ring, h.sequence);
@@ -82,11 +96,14 @@ __device__ bool admit(const DeviceControl& c, int64_t index, int32_t generation,
                    fails(ring_of(c, h.sequence) != ring, Field::ring, ring, ring_of(c, h.sequence)) ||
                    fails(h.layer < 0, Field::layer, 0, h.layer) ||
                    fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens) ||
-                   fails(worst >= 0, Field::counts, most, worst) ||
+                   fails(worst >= 0, Field::counts, most, m.counts[worst < 0 ? 0 : worst]) ||
                    fails(sum != h.routed || sum > most, Field::counts, h.routed, sum);
-  if (bad && lane == 0) close_region(c, r);
+  // Every lane has loaded the header: one that a peer is just overwriting must not part them.
+  const bool refused = __any_sync(kWarp, bad);
+  const bool speaks = refused && __ffs(static_cast<int>(__ballot_sync(kWarp, bad))) - 1 == lane;
+  if (speaks) close_region(c, r);
   __syncwarp();
-  return !bad;
+  return !refused;
 }
 
 // Takes an admitted slot into the item as its n-th. Rows stand by expert, and within an expert in item order: `first`
@@ -140,15 +157,17 @@ __global__ void __launch_bounds__(32) arrive_kernel(const __grid_constant__ Devi
   const int lane = threadIdx.x;
   const int64_t start = global_ns(), arrivals = c.state->arrivals;
   const int32_t generation = c.state->generation;
+  const bool failed = has_failed(c);
   const uint32_t slots = static_cast<uint32_t>(c.slots()), cursor = static_cast<uint32_t>(c.state->cursor);
   const uint32_t per_region = static_cast<uint32_t>(c.layout.slots_per_region);
   for (int64_t e = lane; e < c.geometry.local_experts; e += 32) m.total[e] = 0;
-  uint64_t free =
-      0;  // bit i: this lane's slot of the i-th 32 is not taken. Only arrive takes, so it need not ask again
+  // Bit i: this lane's slot of the i-th 32 is not taken. Only arrive takes, so it need not ask again.
+  uint64_t free = 0;
   int32_t count = 0, layer = 0;
   int64_t rows = 0;
-  uint32_t next = cursor;
-  for (uint32_t turn = 1;; ++turn) {
+  uint32_t next = cursor, strange_at = 0;
+  int32_t strange = kEmpty;  // a flag word that this lane saw and nobody may have written
+  for (uint32_t turn = 1; !__any_sync(kWarp, failed); ++turn) {
     bool left_behind = false, stop = false;
     for (uint32_t base = 0; base < slots && !stop; base += 32) {
       uint32_t at = cursor + base + lane;
@@ -158,11 +177,13 @@ __global__ void __launch_bounds__(32) arrive_kernel(const __grid_constant__ Devi
         // taken first, then the flag: an answered slot must not be taken again (docs/protocol.md)
         const uint64_t mine = base / 32 < 64 ? 1ull << (base / 32) : 0;
         bool open = (free & mine) != 0;
-        if (!open) open = load_acquire(&c.taken[at].sequence) < 0;
+        if (!open) open = load_acquire_gpu(&c.taken[at].sequence) < 0;
         if (open) {
           free |= mine;
           const int32_t state = load_relaxed(&c.region[at / per_region]), sticky = peer_state(c, at / per_region);
-          ready = load_acquire(flag_of(c.window, c.layout, at)) == kReady && state == kAlive && sticky == kAlive;
+          const int32_t flag = load_acquire(flag_of(c.window, c.layout, at));
+          ready = flag == kReady && state == kAlive && sticky == kAlive;
+          if (flag != kReady && flag != kEmpty) strange = flag, strange_at = at;
         }
       }
       for (uint32_t left = __ballot_sync(kWarp, ready); left != 0 && !stop; left &= left - 1) {
@@ -170,15 +191,16 @@ __global__ void __launch_bounds__(32) arrive_kernel(const __grid_constant__ Devi
         SlotHeader h;
         __syncwarp();  // the lane that acquired the flag may be another
         if (!admit(c, index, generation, m, h)) continue;
-        const bool fits = count == 0 || rows + h.routed <= c.rows;
-        if (count > 0 && (!fits || h.layer != layer)) {
+        const int32_t its_rows = __shfl_sync(kWarp, h.routed, 0), its_layer = __shfl_sync(kWarp, h.layer, 0);
+        const bool fits = count == 0 || rows + its_rows <= c.rows;
+        if (count > 0 && (!fits || its_layer != layer)) {
           if (!left_behind) next = static_cast<uint32_t>(index);
           left_behind = true;
           stop = !fits;
           continue;
         }
-        layer = h.layer;
-        rows += h.routed;
+        layer = its_layer;
+        rows += its_rows;
         take(c, index, h, count++, m, item);
         if (!left_behind) next = index + 1 == slots ? 0 : static_cast<uint32_t>(index) + 1;
       }
@@ -186,6 +208,9 @@ __global__ void __launch_bounds__(32) arrive_kernel(const __grid_constant__ Devi
     if (count > 0) break;
     if (turn % 16 != 0) continue;
     watch_peers(c, turn % 256 == 0);
+    if (strange != kEmpty) refuse_flag(c, strange_at, strange);
+    strange = kEmpty;
+    __syncwarp();
     bool over = has_failed(c) || global_ns() - start > c.poll_ns;
     if (turn % 256 == 0) over |= ask_host(&c.mapped->abort) != 0;
     if (__any_sync(kWarp, over)) break;

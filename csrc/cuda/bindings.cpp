@@ -44,7 +44,7 @@ DeviceRows rows_of(Op op, const char* argument, const Tensor& t) {
   return {t.const_data_ptr(), t.size(0), t.stride(0)};
 }
 
-// Kernels read a port and a ticket's first row as vectors.
+// Kernels read a port, an item and a ticket's first row as vectors.
 void check_aligned(Op op, const char* argument, const Tensor& t) {
   const auto address = reinterpret_cast<uintptr_t>(t.const_data_ptr());
   if (address % 16 != 0)
@@ -136,6 +136,7 @@ std::tuple<Tensor, Tensor, Tensor> receive_cuda(const Tensor& item, Tensor port,
   const Geometry& g = entry.geometry();
   entry.check_device(Op::receive, "item", item);
   check_item(entry.host(), Op::receive, item);
+  check_aligned(Op::receive, "item", item);
   if (rows < 0) raise(Kind::Argument, Op::receive, "rows is ", rows, ", expected at least 0");
   Tensor out = new_empty(item, {rows, g.hidden}, scalar_type(g.dtype));
   Tensor scales = new_scales(item, g, rows);
@@ -152,6 +153,7 @@ void reply_cuda(const Tensor& expert_out, const Tensor& item, Tensor port, int64
   entry.check_device(Op::reply, "item", item);
   entry.check_device(Op::reply, "expert_out", expert_out);
   check_item(entry.host(), Op::reply, item);
+  check_aligned(Op::reply, "item", item);
   check_expert_out(g, expert_out);
   launch_reply(entry.device(), rows_of(Op::reply, "expert_out", expert_out), ints(item), stream_of(item));
   entry.launched();

@@ -62,10 +62,19 @@ __device__ void read_masked(const DeviceControl& c, uint32_t* skip) {
 __device__ bool await_flag(const DeviceControl& c, const Ticket& k, int32_t f, int64_t start) {
   const int32_t* flag = flag_of(c.window, c.layout, c.slot(f, k.stage, k.ring));
   bool late = false;
-  for (uint32_t turn = 1; load_acquire(flag) != kReady; ++turn) {
+  int32_t seen;
+  for (uint32_t turn = 1; (seen = load_acquire(flag)) != kReady; ++turn) {
     if (turn % 16 != 0) continue;
-    const ErrorRecord r = error_at(Kind::Timeout, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
+    ErrorRecord r = error_at(Kind::Timeout, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
     if (has_failed(c)) return false;
+    if (seen != kEmpty) {
+      r.kind = static_cast<int32_t>(Kind::Protocol);
+      r.field = static_cast<int32_t>(Field::flags);
+      r.expected = kReady;
+      r.seen = seen;
+      fail(c, r);
+      return false;
+    }
     const int32_t sticky = peer_state(c, f);
     if (sticky != kAlive) {
       fail(c, peer_ended(r, f, sticky));
@@ -129,11 +138,12 @@ struct Headers {
 
  private:
   __device__ static SlotHeader header_of(const DeviceControl& c, const Ticket& k, int32_t f) {
-    return *DeviceSlot(c.window, c.layout, c.slot(f, k.stage, k.ring)).header;
+    return *Slot(c.window, c.layout, c.slot(f, k.stage, k.ring)).header;
   }
 };
 
-// By one warp of every CTA that has seen all flags: true in the last of them. Relaxed: there is nothing to hand over.
+// By one warp of every CTA that has seen all flags: true in the last of them. Relaxed: what a CTA has
+// loaded decides whether it counts, and it hands nothing over.
 __device__ bool last_to_see(const DeviceControl& c, int64_t stage, uint32_t ctas) {
   uint32_t* done = &c.done[done_index(c.geometry, Done::combine, stage)];
   uint32_t count = ctas - 1;
@@ -190,9 +200,8 @@ __global__ void __launch_bounds__(kThreads)
       for (uint32_t rest = bits & ~skip[word]; rest != 0; rest &= rest - 1) {
         const int32_t f = word * 32 + __ffs(static_cast<int>(rest)) - 1;
         float part[N];
-        load<N>(part,
-                reinterpret_cast<const Payload*>(DeviceSlot(c.window, c.layout, c.slot(f, k.stage, k.ring)).payload) +
-                    t * g.hidden + v * N);
+        load<N>(part, reinterpret_cast<const Payload*>(Slot(c.window, c.layout, c.slot(f, k.stage, k.ring)).payload) +
+                          t * g.hidden + v * N);
 #pragma unroll
         for (int j = 0; j < N; ++j) acc[j] += part[j];
       }

@@ -1,9 +1,9 @@
 // device.cuh: the vocabulary of the CUDA kernels: a window as a kernel sees it, flags, errors, warps.
 //
 // Memory order. Every CTA that wrote passes __syncthreads; one thread of it then counts the CTA done (acquire and
-// release, device scope). Who counts last stores the flags with st.release.sys. A flag is read with ld.acquire.sys by a
-// thread of every CTA that reads, before a __syncthreads or __syncwarp. docs/protocol.md argues why no store and no
-// reset is lost.
+// release, device scope). Who counts last stores the flags with st.release.sys. A flag is read with ld.acquire.sys by
+// whoever waits; __syncthreads, __syncwarp or a kernel boundary hands on what it made visible. docs/protocol.md argues
+// why no store and no reset is lost.
 //
 // Speed. A load from L2 takes 0.3 us, a system fence 1 to 1.5, a kernel boundary 0.6: at a few tokens that is all there
 // is. So kernels issue loads that do not depend on each other together, before the first of them is used, and each
@@ -19,7 +19,7 @@
 namespace afd {
 
 constexpr int64_t kMaxTopk = 64;             // checked at construction: choices of a token kept by two per lane
-constexpr int64_t kSharedBytes = 48 * 1024;  // what a kernel gets without asking
+constexpr int64_t kSharedBytes = 47 * 1024;  // of the 48 KB that a kernel gets without asking
 constexpr int kNearPeers = 16;               // peers whose addresses ride in the kernel's parameters
 constexpr int kMailbox = 4;                  // entries; arrive n + kMailbox is launched only after reply n
 
@@ -69,7 +69,7 @@ __host__ __device__ inline int64_t done_words(const Geometry& g) { return 3 * (g
 // Shared memory of rank_choices (ids.cuh) beside `other` bytes of its kernel: 4 bytes per expert for each of its warps.
 // Many experts leave it fewer warps.
 inline __host__ __device__ uint32_t rank_warps(int64_t experts, int64_t other, int64_t most) {
-  const int64_t fit = (kSharedBytes - other) / (4 * experts);
+  const int64_t fit = (kSharedBytes - other) / (4 * (experts > 0 ? experts : 1));
   return static_cast<uint32_t>(fit < most ? fit : most);
 }
 inline int64_t rank_bytes(int64_t experts, int64_t other, int64_t most) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* p) {
   return v;
 }
 
-__device__ __forceinline__ int64_t load_acquire(const int64_t* p) {
+__device__ __forceinline__ int64_t load_acquire_gpu(const int64_t* p) {
   int64_t v;
   asm volatile("ld.acquire.gpu.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
@@ -133,24 +133,6 @@ __device__ __forceinline__ int32_t* flag_of(char* window, const Layout& l, int64
 __device__ __forceinline__ int32_t* sticky_of(char* window, const Layout& l, int64_t peer) {
   return reinterpret_cast<int32_t*>(window + l.sticky + peer * kWordStride);
 }
-
-struct DeviceSlot {
-  SlotHeader* header;
-  int32_t* counts;
-  Position* position;
-  float* weight;
-  float* scale;
-  char* payload;
-  __device__ DeviceSlot(char* window, const Layout& l, int64_t index) {
-    char* base = window + l.slots + index * l.slot_bytes;
-    header = reinterpret_cast<SlotHeader*>(base);
-    counts = reinterpret_cast<int32_t*>(base + sizeof(SlotHeader));
-    position = reinterpret_cast<Position*>(base + l.position);
-    weight = reinterpret_cast<float*>(base + l.weight);
-    scale = reinterpret_cast<float*>(base + l.scale);
-    payload = base + l.payload;
-  }
-};
 
 __device__ __forceinline__ bool bit(const uint32_t* mask, int32_t f) { return (mask[f / 32] >> (f % 32)) & 1; }
 

@@ -4,9 +4,8 @@
 //   launch   1 plan CTA + kCtas copy CTAs of 512 threads, independent of capacity; a warp copies a segment of a row
 //   order    every writer: stores -> __syncthreads -> done++ (acq_rel.gpu) ; last one: flags (release.sys)
 //   waits    never
-//   fails    port never filled, no free ring, a peer that ended: error record, nothing published, ticket of generation
-//   -1;
-//            an id outside [-1, E): counts as -1, error record, published
+//   fails    port never filled, no free ring, a peer that ended: error record, nothing published, ticket with
+//            generation -1; an id outside [-1, E): counts as -1, error record, published
 #include "float8.cuh"
 #include "ids.cuh"
 
@@ -22,9 +21,10 @@ struct Flight {
   bool ok;
 };
 
-// Why nothing may be published, decided from words that only this stream changes, or that only ever get worse. By the
-// last warp of every CTA, which has the least else to do; __syncthreads before `flight` and `skip` (a bit per F rank
-// that is left out) are read.
+// Why nothing may be published, decided from words that only this stream changes, or that only ever get worse (a mask()
+// in mid-dispatch may reach some CTAs only, and then the rank that is masked hears of half a dispatch). By the last
+// warp of every CTA, which has the least else to do; __syncthreads before `flight` and `skip` (a bit per F rank that is
+// left out) are read.
 __device__ void open_flight(const DeviceControl& c, const int32_t* port, Flight& flight, uint32_t* skip) {
   const Geometry& g = c.geometry;
   if (threadIdx.x / 32 != blockDim.x / 32 - 1) return;
@@ -58,7 +58,7 @@ __device__ void open_flight(const DeviceControl& c, const int32_t* port, Flight&
       const ErrorRecord r = error_at(Kind::RingBusy, Op::dispatch, l.layer, -1, l.stage, f.ring, f.sequence);
       fail(c, ended > 0 ? peer_ended(r, ended - 1, peer_state(c, ended - 1)) : r);
     }
-  } else if (lane == 0 && blockIdx.x == 0) {
+  } else if (lane == 0 && blockIdx.x == 0 && !failed) {
     fail(c, error_at(Kind::Argument, Op::dispatch, -1, -1, -1, -1, -1));
   }
   if (lane == 0) flight = f;
@@ -104,7 +104,7 @@ __device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const in
         if (owner.x >= 0) atomicAdd(&m.routed[owner.x], 1);
         for (int32_t f = 0; f < c.peers; ++f) {
           if (bit(skip, f)) continue;
-          const DeviceSlot slot(peer_window(c, f), c.layout, flight.slot);
+          const Slot slot(peer_window(c, f), c.layout, flight.slot);
           *reinterpret_cast<int2*>(&slot.position[i]) = owner.x == f ? make_int2(owner.y, rank) : make_int2(-1, -1);
           slot.weight[i] = w.weight;
         }
@@ -122,19 +122,19 @@ __device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const in
   // A rank's counts beyond the experts it owns were zeroed at construction and are never written.
   for (int64_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) {
     const int2 owner = m.map[e];
-    if (!bit(skip, owner.x)) DeviceSlot(peer_window(c, owner.x), c.layout, flight.slot).counts[owner.y] = found[e];
+    if (!bit(skip, owner.x)) Slot(peer_window(c, owner.x), c.layout, flight.slot).counts[owner.y] = found[e];
   }
   for (int32_t f = kThreads - 1 - static_cast<int32_t>(threadIdx.x); f < c.peers; f += kThreads) {
     if (bit(skip, f)) continue;
-    *DeviceSlot(peer_window(c, f), c.layout, flight.slot).header = {kHeaderMagic,
-                                                                    kWireVersion,
-                                                                    flight.generation,
-                                                                    flight.lane.layer,
-                                                                    static_cast<int32_t>(tokens),
-                                                                    0,
-                                                                    flight.sequence,
-                                                                    m.routed[f],
-                                                                    0};
+    *Slot(peer_window(c, f), c.layout, flight.slot).header = {kHeaderMagic,
+                                                              kWireVersion,
+                                                              flight.generation,
+                                                              flight.lane.layer,
+                                                              static_cast<int32_t>(tokens),
+                                                              0,
+                                                              flight.sequence,
+                                                              m.routed[f],
+                                                              0};
     count_up(&c.bytes_sent[f], n * static_cast<int64_t>(sizeof(Position) + sizeof(float)) +
                                    static_cast<int64_t>(sizeof(SlotHeader)) + 4 * g.local_experts);
   }
@@ -152,7 +152,7 @@ struct Copied {
       if (v + 32 * u < end) data[u] = row[v + 32 * u];
   }
   __device__ void cast(uint32_t, uint32_t) {}
-  __device__ void store(const DeviceSlot& slot, uint32_t t, uint32_t vectors, uint32_t v0, uint32_t end) const {
+  __device__ void store(const Slot& slot, uint32_t t, uint32_t vectors, uint32_t v0, uint32_t end) const {
     auto* to = reinterpret_cast<int4*>(slot.payload) + static_cast<int64_t>(t) * vectors;
     const uint32_t v = v0 + threadIdx.x % 32;
 #pragma unroll
@@ -185,7 +185,7 @@ struct Quantized {
       if (lane / kBlocks == u) scale = mine;
     }
   }
-  __device__ void store(const DeviceSlot& slot, uint32_t t, uint32_t vectors, uint32_t v0, uint32_t end) const {
+  __device__ void store(const Slot& slot, uint32_t t, uint32_t vectors, uint32_t v0, uint32_t end) const {
     auto* to = reinterpret_cast<int4*>(slot.payload) + static_cast<int64_t>(t) * vectors;
     const uint32_t lane = threadIdx.x % 32, v = v0 + lane, block = v0 / kBlockLanes + lane;
 #pragma unroll
@@ -236,7 +236,7 @@ __device__ void copy_rows(const DeviceControl& c, const Units& units, const int3
           }
           for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
             const int32_t f = word * 32 + __ffs(static_cast<int>(rest)) - 1;
-            copy.store(DeviceSlot(peer_window(c, f), c.layout, flight.slot), t, units.vectors, v0, end);
+            copy.store(Slot(peer_window(c, f), c.layout, flight.slot), t, units.vectors, v0, end);
           }
         }
         if (begin == 0 && ((bits >> lane) & 1))

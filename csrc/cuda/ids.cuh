@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t mask_word(const DeviceIds& ids, int64_t toke
     const int f = expert_map[id].x;
     if (f / 32 == word) bits |= 1u << (f % 32);
   }
-  return __reduce_or_sync(0xffffffffu, bits);
+  return __reduce_or_sync(kWarp, bits);
 }
 
 // The ranks of choices within their experts, token-major, by one CTA: every warp counts its share of the choices by
@@ -30,9 +30,8 @@ __device__ __forceinline__ uint32_t mask_word(const DeviceIds& ids, int64_t toke
 //
 // load(i) reads choice i = token * topk + k into a struct with an `id`; `first` is this thread's load(share.first()),
 // so that the caller can ask for it early. place(i, choice, rank) is called once per choice, with id in [0, experts) or
-// -1; bad(id) before it for an id outside that range. `memory` is [share.rows(), experts], zeroed by the caller before
-// a
-// __syncthreads; after another one its last row holds the counts.
+// -1; bad(id) before it for an id outside that range. `memory` is [share.rows(), experts], zeroed before a
+// __syncthreads by the caller; after another one its last row holds the counts.
 struct Share {
   uint32_t begin, end, warps;
   // The choices of this warp; `warps` have any. A multiple of 32 each, so that they differ by one step at most.
@@ -59,7 +58,7 @@ __device__ void rank_choices(const Share& share, const Choice& first, int64_t ex
       if (i + 32 < share.end) next = load(i + 32);
       const bool valid = i < share.end && choice.id >= 0 && choice.id < experts;
       const int32_t id = valid ? static_cast<int32_t>(choice.id) : -1;
-      const uint32_t same = __match_any_sync(0xffffffffu, id);
+      const uint32_t same = __match_any_sync(kWarp, id);
       const int32_t before = __popc(same & ((1u << lane) - 1));
       step(i, choice, id, before, __popc(same));
       __syncwarp();

@@ -238,22 +238,12 @@ PyObject* rewind(PyObject*, PyObject* args) {
   const OnDevice on(w->device);
   CUDA_OR_RETURN(clear_window(*w));
   CUDA_OR_RETURN(clear_state(*w));
-  const int32_t zero = 0;
+  const int32_t zero = 0, generation = w->control.mapped->generation + 1;  // resume() gives the host half the same
   CUDA_OR_RETURN(cudaMemcpyAsync(&w->control.state->failed, &zero, 4, cudaMemcpyHostToDevice, w->stream));
   CUDA_OR_RETURN(cudaMemcpyAsync(&w->control.state->cursor, &zero, 4, cudaMemcpyHostToDevice, w->stream));
+  CUDA_OR_RETURN(cudaMemcpyAsync(&w->control.state->generation, &generation, 4, cudaMemcpyHostToDevice, w->stream));
   // Mail that nobody has read belongs to the generation that ends.
   CUDA_OR_RETURN(cudaMemcpyAsync(&w->expected, &w->control.state->arrivals, 8, cudaMemcpyDeviceToHost, w->stream));
-  CUDA_OR_RETURN(cudaStreamSynchronize(w->stream));
-  Py_RETURN_NONE;
-}
-
-// After the host half's resume(), which has the new generation.
-PyObject* resume(PyObject*, PyObject* args) {
-  DeviceWindow* w = window_of(args);
-  if (w == nullptr) return nullptr;
-  const OnDevice on(w->device);
-  const int32_t generation = w->control.mapped->generation;
-  CUDA_OR_RETURN(cudaMemcpyAsync(&w->control.state->generation, &generation, 4, cudaMemcpyHostToDevice, w->stream));
   CUDA_OR_RETURN(cudaStreamSynchronize(w->stream));
   Py_RETURN_NONE;
 }
@@ -306,7 +296,7 @@ PyObject* next_item(PyObject*, PyObject* args) {
                     "the mailbox ran over: a captured arrive took items that the host did not read");
     return nullptr;
   }
-  if (!found) Py_RETURN_NONE;
+  if (!found || static_cast<uint32_t>(w.expected + 1) != wanted) Py_RETURN_NONE;  // a reset has dropped it meanwhile
   ++w.expected;
   return Py_BuildValue("(iii)", static_cast<int>(words[kMailCount]), static_cast<int>(words[kMailLayer]),
                        static_cast<int>(words[kMailRows]));
@@ -342,8 +332,10 @@ PyObject* enable_peer_access(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "ii", &from, &to)) return nullptr;
   int can = 0;
   CUDA_OR_RETURN(cudaDeviceCanAccessPeer(&can, from, to));
+  if (can != 0 && from != to)
+    CUDA_OR_RETURN(cudaDeviceGetP2PAttribute(&can, cudaDevP2PAttrNativeAtomicSupported, from, to));
   if (can == 0) {
-    PyErr_Format(PyExc_RuntimeError, "cuda:%d cannot reach the memory of cuda:%d", from, to);
+    PyErr_Format(PyExc_RuntimeError, "cuda:%d cannot reach the memory of cuda:%d, or not with atomics", from, to);
     return nullptr;
   }
   const OnDevice on(from);
@@ -362,7 +354,6 @@ PyMethodDef kMethods[] = {
     {"leave", leave, METH_VARARGS, "leave(window)"},
     {"synchronize", synchronize, METH_VARARGS, "synchronize(window): all work of its device has ended"},
     {"rewind", rewind, METH_VARARGS, "rewind(window)"},
-    {"resume", resume, METH_VARARGS, "resume(window), after the host half's"},
     {"peer_gone", peer_gone, METH_VARARGS, "peer_gone(window, peer)"},
     {"mask", mask, METH_VARARGS, "mask(window, peer)"},
     {"next_item", next_item, METH_VARARGS, "next_item(window, timeout_ns) -> (count, layer, rows) or None"},

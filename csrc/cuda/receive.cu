@@ -4,7 +4,7 @@
 //   order    after arrive's acquire, on the same stream; the slots stay ours until reply
 //   waits    never
 //   fails    a position outside what the header announced: that region is closed; more rows than the bucket: error
-//   record
+//            record
 #include "float8.cuh"
 #include "item.cuh"
 #include "kernels.h"
@@ -34,8 +34,7 @@ __device__ int32_t place(const DeviceControl& c, const Item& item, const ItemTok
 __device__ Choices place_choices(const DeviceControl& c, const Item& item, const ItemToken& at) {
   const int32_t k = static_cast<int32_t>(threadIdx.x % 32), topk = static_cast<int32_t>(c.geometry.topk);
   const Claim claim(c, at);
-  const auto* position =
-      reinterpret_cast<const int2*>(DeviceSlot(c.window, c.layout, at.slot).position) + at.token * topk;
+  const auto* position = reinterpret_cast<const int2*>(Slot(c.window, c.layout, at.slot).position) + at.token * topk;
   const int2 none = make_int2(-1, -1);
   const int2 a = k < topk && at.routed != 0 ? position[k] : none;
   const int2 b = k + 32 < topk && at.routed != 0 ? position[k + 32] : none;
@@ -75,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t lane = threadIdx.x % 32;
   for (uint32_t unit = units.first; unit < units.count; unit += units.stride) {
     const ItemToken at = item.token(c, units.row(unit));
-    const DeviceSlot slot(c.window, c.layout, at.slot);
+    const Slot slot(c.window, c.layout, at.slot);
     const int4* from = reinterpret_cast<const int4*>(slot.payload) + at.token * units.vectors;
     const uint32_t begin = units.begin(unit), end = units.end(unit);
     int4 data[kUnroll];

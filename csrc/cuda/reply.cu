@@ -28,7 +28,7 @@ __device__ void write_header(const DeviceControl& c, const Item& item, int32_t i
   const Answer answer(c, item, i);
   const ItemToken& at = answer.at;
   if (!answer.claim.current(at)) return;
-  *DeviceSlot(peer_window(c, at.region), c.layout, c.slot(c.role_rank, at.stage, at.ring)).header = {
+  *Slot(peer_window(c, at.region), c.layout, c.slot(c.role_rank, at.stage, at.ring)).header = {
       kHeaderMagic, kWireVersion, item.generation, item.layer, item.tokens_of(i), 0, at.sequence, at.routed, 0};
   count_up(&c.bytes_sent[at.region], sizeof(SlotHeader));
 }
@@ -79,19 +79,19 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int32_t i = kThreads - 1 - threadIdx.x; i < item.count; i += kThreads) write_header(c, item, i);
   for (uint32_t unit = units.first; unit < units.count; unit += units.stride) {
     const ItemToken at = item.token(c, units.row(unit));
-    const float* weights = DeviceSlot(c.window, c.layout, at.slot).weight + at.token * g.topk;
+    const float* weights = Slot(c.window, c.layout, at.slot).weight + at.token * g.topk;
     const int32_t* placed = rows_of(c, at);
     const Claim claim(c, at);
-    const bool low = lane < g.topk && at.routed != 0, high = lane + 32 < g.topk && at.routed != 0;
-    const float weight[2] = {low ? weights[lane] : 0.0f, high ? weights[lane + 32] : 0.0f};
-    Choices choices{low ? placed[lane] : -1, high ? placed[lane + 32] : -1};
+    const bool first = lane < g.topk && at.routed != 0, second = lane + 32 < g.topk && at.routed != 0;
+    const float weight[2] = {first ? weights[lane] : 0.0f, second ? weights[lane + 32] : 0.0f};
+    Choices choices{first ? placed[lane] : -1, second ? placed[lane + 32] : -1};
     if (!claim.current_in_warp(at)) continue;
     // Also for an item that was never received: a row outside expert_out is not read.
     const uint32_t live[2] = {__ballot_sync(kWarp, choices.row[0] >= 0 && choices.row[0] < item.rows),
                               __ballot_sync(kWarp, choices.row[1] >= 0 && choices.row[1] < item.rows)};
     if ((live[0] | live[1]) == 0) continue;
     T* to = reinterpret_cast<T*>(
-                DeviceSlot(peer_window(c, at.region), c.layout, c.slot(c.role_rank, at.stage, at.ring)).payload) +
+                Slot(peer_window(c, at.region), c.layout, c.slot(c.role_rank, at.stage, at.ring)).payload) +
             at.token * g.hidden;
     const uint32_t begin = units.begin(unit), end = units.end(unit);
     for (uint32_t v0 = begin; v0 < end; v0 += 32) {
@@ -126,7 +126,8 @@ __global__ void __launch_bounds__(kThreads, 2)
             float part[N];
             unpack<T>(part, data[i]);
 #pragma unroll
-            for (int j = 0; j < N; ++j) acc[j] = __fadd_rn(acc[j], __fmul_rn(w[i], part[j]));  // as the CPU: no fma
+            for (int j = 0; j < N; ++j)
+              acc[j] = __fadd_rn(acc[j], __fmul_rn(w[i], part[j]));  // no fma: what is added is the rounded product
           }
         }
       }
