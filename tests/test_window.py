@@ -557,6 +557,7 @@ def test_poison_survives_the_reset_of_a_flag_and_a_late_flag() -> None:
     with harness.windows(PAIR) as (attention, ffn):
         flight, server = ask(attention), server_of(ffn)
         assert server.step() == 1
+        harness.synchronize()
         ffn.poison()
         flight.assert_answered()  # the answer was there before; taking it puts the flag back
         harness.word(attention, attention.geometry.layout["flags"]).fill_(_C.READY)
