@@ -29,7 +29,7 @@ from typing import Any
 import deepseek_v4
 import ranks
 import torch
-from deepseek_v4 import Checkpoint, Config, DeepseekV4, LocalExperts, Random, RemoteExperts
+from deepseek_v4 import Checkpoint, Config, DeepseekV4, LocalExperts, Random, RemoteExperts, Ubatch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -83,6 +83,7 @@ def arguments() -> argparse.Namespace:
     number("--ffn", 2, "FFN ranks")
     number("--new", 32, "bytes to generate for a request")
     number("--chunk", 64, "most tokens in a step of an attention rank")
+    number("--ubatches", 1, "parts of a decode step, at most one per request; 0 or 1: not split")
     number("--seed", 0, "seed of the weights")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="config.json and safetensors; random if left out")
 
@@ -104,6 +105,9 @@ def arguments() -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1")
     if args.check and args.dtype != "float32":
         parser.error("--check needs --dtype float32: rounding changes which experts a token visits")
+    args.ubatches = max(1, args.ubatches)
+    if args.ubatches > 1 and args.compile == "layers":
+        parser.error("--ubatches needs --compile model or none: another ubatch runs between the halves of a layer")
     if not all(args.prompts):
         parser.error("a prompt is empty")
     args.chunk = max(args.chunk, -(-len(args.prompts) // args.attention))  # a decode step has one token per request
@@ -118,12 +122,12 @@ class Decoder:
 
     def __init__(self, args: argparse.Namespace, model: DeepseekV4, device: torch.device) -> None:
         self.args, self.model, self.device = args, model, device
-        self.step: Any = model
+        self.step: Any = model.interleaved if args.ubatches > 1 else model
         # Else Inductor may compute in front of dispatch what is to overlap with the experts.
         options = {"reorder_for_peak_memory": False, "triton.cudagraphs": device.type == "cuda"}
         how = {"backend": args.backend, "fullgraph": True, "options": options if args.backend == "inductor" else None}
         if args.compile == "model":
-            self.step = torch.compile(model, **how)
+            self.step = torch.compile(self.step, **how)
         elif args.compile == "layers":
             for layer in model.layers:
                 layer.compile(**how)
@@ -139,7 +143,12 @@ class Decoder:
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """One token per request [B], at positions [B] -> logits [B, V]."""
-        return self.step(tokens[:, None], positions)[:, 0].clone()
+        if self.args.ubatches == 1:
+            return self.step(tokens[:, None], positions)[:, 0].clone()
+        count = len(tokens)
+        cuts = afd_ops.split_requests([1] * count, min(self.args.ubatches, count), alignment=1)
+        assert cuts is not None, "no more ubatches than requests"
+        return torch.cat(self.step([Ubatch(tokens[cut, None], positions[cut], cut.start) for cut in cuts]))[:, 0]
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -261,6 +270,7 @@ def opened(
             hidden=config.hidden_size,
             topk=config.num_experts_per_tok,
             tokens=args.chunk,
+            stages=args.ubatches,
             dtype=getattr(torch, args.dtype),
             heap=heap,
             deadline=args.deadline,
@@ -277,6 +287,7 @@ def build_attention(args: argparse.Namespace, config: Config, window: afd_ops.Wi
             RemoteExperts,
             rows=max(1, len(mine)),
             positions=max((len(text.encode()) for text in mine), default=1) + args.new,
+            stages=window.geometry.stages,
             dtype=window.dtype,
         )
     deepseek_v4.load(model, weights_of(args))

@@ -14,7 +14,7 @@ SMALL = ("--device", "cpu", "--compile", "none", "--new", "6", "--check")
 
 @pytest.mark.parametrize(
     ("options", "status", "verdict"),
-    [(("--ffn", "2"), 0, "PASS"), (("--ffn", "1", "--swap-experts"), 1, "FAIL")],
+    [(("--ffn", "2", "--ubatches", "2"), 0, "PASS"), (("--ffn", "1", "--swap-experts"), 1, "FAIL")],
 )
 def test_generate_tells_right_experts_from_swapped_ones(options: tuple[str, ...], status: int, verdict: str) -> None:
     run = subprocess.run([sys.executable, str(GENERATE), *SMALL, *options], capture_output=True, text=True, timeout=120)

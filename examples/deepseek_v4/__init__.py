@@ -7,6 +7,7 @@ Not here: the multi-token prediction block, and fp8 and fp4 weights.
 from .config import FLASH, PRO, Config
 from .experts import LocalExperts, RemoteExperts
 from .model import DecoderLayer, DeepseekV4, Pending
+from .ubatches import Ubatch, interleave
 from .weights import Checkpoint, Random, load, load_experts
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "Pending",
     "Random",
     "RemoteExperts",
+    "Ubatch",
+    "interleave",
     "load",
     "load_experts",
 ]

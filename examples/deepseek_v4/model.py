@@ -5,12 +5,12 @@ A decoder layer is two pieces, so that a caller can put another ubatch's work be
     pending = layer.before(streams, tokens, start)   attention, gate, dispatch
     streams = layer.after(pending)                   shared expert and residual mixing while the experts work; combine
 
-One ubatch is one stage of the window and its own rows of the state.
+One ubatch is one stage of the window and its own rows of the state; ubatches.py has the order of the pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from .attention import Attention, Compressor, Ring, RMSNorm, linear
 from .config import Config
 from .hyper_connections import HyperConnection, HyperHead, leave
 from .moe import Gate, SharedExpert
+from .ubatches import Ubatch, interleave
 
 MakeExperts = Callable[[int, int], nn.Module]
 """(layer, stage) -> a module with dispatch and combine; see experts.py."""
@@ -88,7 +89,7 @@ class DeepseekV4(nn.Module):
         make_experts: the routed experts of a (layer, stage).
         rows: requests that are decoded together.
         positions: longest request, prompt and answer; a position past it is an error, on a GPU an assert there.
-        stages: ubatches.
+        stages: most ubatches of a step; of a window at most geometry.stages, else it refuses to be attached.
         dtype: of matrices and state; norms, gates, hyper-connections and sinks are float32.
     """
 
@@ -124,7 +125,7 @@ class DeepseekV4(nn.Module):
 
     def streams(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] -> the residual streams, all equal at first [B, S, n, D]."""
-        return self.embed_tokens(tokens)[:, :, None].expand(-1, -1, self.config.hc_mult, -1)
+        return self.embed_tokens(tokens.clamp(min=0))[:, :, None].expand(-1, -1, self.config.hc_mult, -1)
 
     def logits(self, streams: Tensor) -> Tensor:
         """[B, S, n, D] -> [B, S, V]."""
@@ -134,7 +135,8 @@ class DeepseekV4(nn.Module):
         """S new tokens for each of the rows row ... row + B - 1: one each to decode, more for (a part of) a prompt.
 
         Args:
-            tokens: int64 [B, S].
+            tokens: int64 [B, S]; a row of -1 is padding: it visits no routed expert, its logits mean nothing, and what
+                the row's state held at these positions is lost.
             start: int64 [B], the position of each row's first new token; 0 starts a new request.
 
         Returns:
@@ -144,3 +146,18 @@ class DeepseekV4(nn.Module):
         for layer in self.layers:
             streams = layer(streams, tokens, start, row)
         return self.logits(streams)
+
+    def interleaved(self, ubatches: Sequence[Ubatch]) -> list[Tensor]:
+        """`forward` for each of the ubatches, one's attention while another's tokens are at the FFN ranks.
+
+        Returns:
+            logits [B, S, V] of each.
+
+        Raises:
+            ValueError: more ubatches than stages.
+        """
+        stages = len(self.layers[0].ffn.experts)
+        if len(ubatches) > stages:
+            raise ValueError(f"{len(ubatches)} ubatches, but the model has {stages} stages: one is needed for each")
+        streams = interleave(self.layers, ubatches, [self.streams(ubatch.tokens) for ubatch in ubatches])
+        return [self.logits(s) for s in streams]

@@ -24,12 +24,12 @@ class Gate(nn.Module):
             self.bias = nn.Parameter(torch.zeros(config.n_routed_experts))
 
     def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D], tokens [T] -> topk_ids int64 [T, k], topk_weights float32 [T, k]."""
+        """x [T, D], tokens [T] -> topk_ids int64 [T, k], topk_weights float32 [T, k]; token -1: ids -1."""
         scores = nn.functional.softplus(nn.functional.linear(x.float(), self.weight)).sqrt()
         # The bias steers the choice only: weights come from the scores alone.
         ids = (scores + self.bias).topk(self.topk, dim=-1).indices if self.tid2eid is None else self.tid2eid[tokens]
         chosen = scores.gather(-1, ids)
-        return ids, chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-20) * self.scale
+        return ids.where(tokens[:, None] >= 0, -1), chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-20) * self.scale
 
 
 class SharedExpert(nn.Module):
