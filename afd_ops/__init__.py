@@ -42,7 +42,7 @@ from afd_ops.heap.local import LocalHeap  # noqa: E402
 from afd_ops.heap.shm import ShmHeap  # noqa: E402
 from afd_ops.layout import Geometry  # noqa: E402
 from afd_ops.topology import Topology  # noqa: E402
-from afd_ops.ubatch import attention_costs, split_requests  # noqa: E402
+from afd_ops.ubatch import attention_costs, choose_ubatches, split_requests, split_step  # noqa: E402
 from afd_ops.window import Window, open_local  # noqa: E402
 
 __all__ = [
@@ -74,7 +74,9 @@ __all__ = [
     "Window",
     "attach",
     "attention_costs",
+    "choose_ubatches",
     "dequantize",
     "open_local",
     "split_requests",
+    "split_step",
 ]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afd_ops import attention_costs, split_requests
+from afd_ops import attention_costs, choose_ubatches, split_requests, split_step
 
 LENGTHS = st.lists(
     st.one_of(st.integers(0, 3), st.integers(0, 70), st.sampled_from([16, 32, 48, 256, 8192])), max_size=12
@@ -172,3 +172,60 @@ def test_a_bad_argument_is_named_with_both_values(arguments: dict[str, Any], mes
 def test_a_bad_cost_is_named_with_both_values(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention_costs([1, 2], **arguments)
+
+
+# When splitting pays.
+
+
+def pipeline(attention: float, round_trip: float, layers: int, ubatches: int) -> float:
+    """The schedule, event by event: one attention rank that takes the ubatches in turn, one FFN rank that takes what
+    has arrived first."""
+    clock = busy = 0.0
+    answered = [0.0] * ubatches
+    for _ in range(layers):
+        for ubatch in range(ubatches):
+            clock = max(clock, answered[ubatch]) + attention
+            busy = max(busy, clock) + round_trip
+            answered[ubatch] = busy
+    return max(clock, *answered)
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(1, 60), st.integers(2, 4))
+def test_a_split_step_is_a_pipeline_of_two(attention: int, round_trip: int, layers: int, ubatches: int) -> None:
+    pieces = ubatches * layers
+    estimate = split_step(attention * pieces, round_trip * pieces, pieces)
+    assert estimate == pytest.approx(pipeline(attention, round_trip, layers, ubatches))
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(1, 1000), st.integers(1, 1000), st.integers(1, 60))
+def test_no_split_is_chosen_that_is_expected_to_gain_less_than_5_percent(
+    attention: int, round_trip: int, half_attention: int, half_round_trip: int, layers: int
+) -> None:
+    step = layers * (attention + round_trip)
+    splits = {2: (2 * layers * half_attention, 2 * layers * half_round_trip)}
+    split = pipeline(half_attention, half_round_trip, layers, 2)
+    if split != pytest.approx(0.95 * step):
+        assert choose_ubatches(step, splits, layers) == (2 if split < 0.95 * step else 1)
+
+
+def test_examples_of_the_choice() -> None:
+    layers = 10
+    assert choose_ubatches(200, {2: (100, 100), 3: (110, 110)}, layers) == 2
+    assert choose_ubatches(200, {2: (130, 130), 3: (120, 120)}, layers) == 3
+    assert choose_ubatches(200, {2: (200, 100)}, layers) == 1, "halves of attention take as long as the whole"
+    assert choose_ubatches(200, {2: (100, 200)}, layers) == 1, "the experts' weights are read twice"
+    assert choose_ubatches(200, {}, layers) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(layers=0), "layers is 0, expected 1 or more"),
+        (dict(step=float("nan")), "step is nan, expected 0 or more, and finite"),
+        (dict(splits={1: (1.0, 1.0)}), "splits has 1 ubatches, expected 2 or more"),
+        (dict(splits={2: (1.0, -1.0)}), r"splits\[2\]\[1\] is -1.0, expected 0 or more, and finite"),
+    ],
+)
+def test_a_bad_time_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_ubatches(**{"step": 1.0, "splits": {}, "layers": 1, **arguments})
