@@ -14,72 +14,27 @@ takes, which is waiting but for one pass over the rows; `cosine` compares the fi
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import hashlib
 import os
 import statistics
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import common
+import stack
 import timeline
 import torch
-import torch.multiprocessing as mp
+from stack import FLASH, DeepseekV4, LocalExperts, RemoteExperts
 from torch import Tensor
 
 import afd_ops
 from afd_ops.heap.nvshmem import NvshmemHeap
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from deepseek_v4 import FLASH, Config, DeepseekV4, LocalExperts, RemoteExperts
-
 WARM, STEPS, TRIALS = 5, 20, 5
 WAIT = 120.0  # seconds, for a reply or a rank
 COMPILE = 480.0  # seconds, for one measured case
-
-
-def shaped(layers: int) -> Config:
-    """V4-Flash, cut to its first layers: two sliding, then CSA and HCA in turn; the first three route by token id."""
-    return dataclasses.replace(
-        FLASH, layer_types=FLASH.layer_types[:layers], mlp_layer_types=FLASH.mlp_layer_types[:layers]
-    )
-
-
-@torch.no_grad()
-def fill(name: str, tensor: Tensor) -> Tensor:
-    """Random on the device, by name: whoever makes a tensor, it is the same."""
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-    generator = torch.Generator(tensor.device).manual_seed(seed)
-    if name.endswith("tid2eid"):
-        chances = torch.rand(len(tensor), FLASH.n_routed_experts, device=tensor.device, generator=generator)
-        return tensor.copy_(chances.argsort(-1)[:, : tensor.shape[1]])
-    if "norm" in name or name.endswith("scale"):
-        return tensor.fill_(1)
-    return tensor.normal_(0, 0.3 if tensor.dim() == 1 else tensor.shape[-1] ** -0.5, generator=generator)
-
-
-def routed(config: Config) -> afd_ops.GroupedSwiGLU:
-    experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-    new: dict[str, Any] = dict(dtype=torch.bfloat16, device="cuda")
-    gate_up = [fill(f"{i}.gate_up", torch.empty(experts, 2 * inner, hidden, **new)) for i in range(config.layers)]
-    down = [fill(f"{i}.down", torch.empty(experts, hidden, inner, **new)) for i in range(config.layers)]
-    return afd_ops.GroupedSwiGLU(gate_up, down, limit=config.swiglu_limit)
-
-
-def built(config: Config, case: dict[str, Any], make_experts: Any) -> DeepseekV4:
-    with torch.device("cuda"):
-        model = DeepseekV4(
-            config, make_experts, rows=case["batch"], positions=case["context"] + 1024, dtype=torch.bfloat16
-        )
-    for name, parameter in model.named_parameters():
-        if ".ffn.experts." not in name:
-            fill(name, parameter)
-    return model
 
 
 class Loop:
@@ -123,26 +78,6 @@ def graphs() -> dict[str, int]:
     }
 
 
-def profiled(barrier: Callable[[], object], work: Callable[[], object], path: Path) -> None:
-    """The trace of one call of `work`; another call before it warms the profiler up."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
-    saved: list[bool] = []
-
-    def save(profile: Any) -> None:
-        profile.export_chrome_trace(str(path))
-        saved.append(True)
-
-    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=save) as profile:
-        for _ in range(2):
-            work()
-            torch.cuda.synchronize()
-            profile.step()
-            barrier()  # neither rank works on before the other traces
-    if not saved:
-        raise RuntimeError(f"the profiler gave no trace for {path}")
-
-
 def measure(loop: Loop, barrier: Callable[[], object], case: dict[str, Any], name: str) -> dict[str, Any]:
     """Warm-up, timing and one profiled step, on the rank that decodes; `serve` below is the FFN rank's half."""
     began = time.perf_counter()
@@ -158,7 +93,7 @@ def measure(loop: Loop, barrier: Callable[[], object], case: dict[str, Any], nam
     times = [loop.microseconds() for _ in range(TRIALS)]
     barrier()
     path = Path(case["trace"]) / f"{name}.{case['batch']}.json"
-    profiled(barrier, loop, path)
+    stack.profiled(barrier, loop, path)
     kernels = timeline.read(path)
     begin, end = timeline.span(kernels)
     return {
@@ -189,12 +124,12 @@ def serve(server: afd_ops.ExpertServer, barrier: Callable[[], object], case: dic
         barrier()
         steps(TRIALS * STEPS)
         barrier()
-        profiled(barrier, lambda: steps(1), Path(case["trace"]) / f"ffn.{case['batch']}.json")
+        stack.profiled(barrier, lambda: steps(1), Path(case["trace"]) / f"ffn.{case['batch']}.json")
 
 
 def split(rank: int, address: str, case: dict[str, Any]) -> None:
     torch.cuda.set_device(rank)
-    config = shaped(case["layers"])
+    config = stack.shaped(case["layers"])
     bootstrap = afd_ops.Bootstrap.connect(address, rank, 2, timeout=COMPILE)
     heap = NvshmemHeap(bootstrap, f"cuda:{rank}")
     with afd_ops.Window(
@@ -202,7 +137,7 @@ def split(rank: int, address: str, case: dict[str, Any]) -> None:
         topk=config.num_experts_per_tok, tokens=case["batch"], dtype=torch.bfloat16, deadline=WAIT,
     ) as window:  # fmt: skip
         if window.role == "attention":
-            model = built(config, case, RemoteExperts)
+            model = stack.built(config, RemoteExperts, case["batch"], case["context"] + 1024)
             afd_ops.attach(model, window)
             bootstrap.barrier()
             with torch.no_grad():
@@ -210,7 +145,7 @@ def split(rank: int, address: str, case: dict[str, Any]) -> None:
             window.check()
             torch.save(figures, Path(case["scratch"]) / "split.figures")
         else:
-            server = afd_ops.ExpertServer(window, routed(config))
+            server = afd_ops.ExpertServer(window, stack.routed(config))
             bootstrap.barrier()
             serve(server, bootstrap.barrier, case, config.layers)
         bootstrap.barrier()
@@ -218,30 +153,17 @@ def split(rank: int, address: str, case: dict[str, Any]) -> None:
 
 
 def unsplit(rank: int, address: str, case: dict[str, Any]) -> None:
-    config = shaped(case["layers"])
-    experts = routed(config)
-    model = built(config, case, lambda layer, _: LocalExperts(layer, experts, config.n_routed_experts))
+    config = stack.shaped(case["layers"])
+    experts = stack.routed(config)
+    model = stack.built(
+        config,
+        lambda layer, _: LocalExperts(layer, experts, config.n_routed_experts),
+        case["batch"],
+        case["context"] + 1024,
+    )
     with torch.no_grad():
         figures = measure(Loop(model, case), lambda: None, case, "unsplit")
     torch.save(figures, Path(case["scratch"]) / "unsplit.figures")
-
-
-def ran(body: Any, processes: int, case: dict[str, Any]) -> dict[str, Any]:
-    """Figures of fresh processes, or what went wrong."""
-    address = f"127.0.0.1:{29733 + os.getpid() % 1000}"
-    context = mp.spawn(body, args=(address, case), nprocs=processes, join=False)
-    deadline = time.monotonic() + COMPILE + 4 * WAIT
-    try:
-        while not context.join(timeout=5):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{body.__name__} was not done within {COMPILE + 4 * WAIT} s")
-    except Exception:
-        for process in context.processes:
-            process.kill()
-        traceback.print_exc()
-        return {"failed": traceback.format_exc(limit=0).strip().splitlines()[-1]}
-    found: dict[str, Any] = torch.load(Path(case["scratch"]) / f"{body.__name__}.figures")
-    return found
 
 
 def cosine(scratch: Path) -> float | None:
@@ -278,7 +200,7 @@ def main() -> None:
             for body, processes in ((split, 2), (unsplit, 1)):
                 if body.__name__ not in args.paths:
                     continue
-                figures = ran(body, processes, case)
+                figures = stack.ran(body, processes, case, COMPILE + 4 * WAIT)
                 rows.append({"path": body.__name__, **sizes, **figures})
                 print(rows[-1], flush=True)
             rows[-1]["cosine"] = cosine(Path(scratch))
