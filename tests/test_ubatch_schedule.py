@@ -113,11 +113,11 @@ def ubatch(row: int, count: int, steps: int) -> Ubatch:
 
 
 def whole(layers: int = CONFIG.layers) -> Tensor:
-    """All logits of all rows, unsplit and at once, in this process."""
-    experts = deepseek_v4.load_experts(CONFIG, Random(3), range(CONFIG.n_routed_experts), device=harness.DEVICE)
-    model = model_of(lambda layer, _: LocalExperts(layer, experts, CONFIG.n_routed_experts), 1, torch.float32)
+    """All logits of all rows, unsplit and at once, in this process, on the CPU."""
+    experts = deepseek_v4.load_experts(CONFIG, Random(3), range(CONFIG.n_routed_experts))
+    model = model_of(lambda layer, _: LocalExperts(layer, experts, CONFIG.n_routed_experts), 1, torch.float32).cpu()
     del model.layers[layers:]
-    return model(TOKENS.to(harness.DEVICE), torch.zeros(ROWS, dtype=torch.int64, device=harness.DEVICE)).cpu()
+    return model(TOKENS, torch.zeros(ROWS, dtype=torch.int64))
 
 
 def agrees(logits: Tensor, expected: Tensor, piece: tuple[int, int, int]) -> bool:
