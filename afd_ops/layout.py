@@ -13,6 +13,8 @@ PAYLOAD_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in
 WIDE_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.WIDE_DTYPES)
 """Per payload dtype, that of x given to dispatch, of expert_out and of replies."""
 
+ANY_LAYERS = 2**31  # more than a header can name
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -27,6 +29,7 @@ class Geometry:
         topk: choices per token.
         hidden: elements of a row.
         dtype: of the payload on its way to the FFN ranks, an index into `PAYLOAD_DTYPES` and `WIDE_DTYPES`.
+        layers: MoE layers, by their number; a dispatch of another one is a protocol error.
     """
 
     attention_size: int
@@ -39,12 +42,21 @@ class Geometry:
     topk: int
     hidden: int
     dtype: int
+    layers: int
 
     @staticmethod
     def create(
-        topology: Topology, *, hidden: int, topk: int, tokens: int, dtype: torch.dtype, stages: int, depth: int
+        topology: Topology,
+        *,
+        hidden: int,
+        topk: int,
+        tokens: int,
+        dtype: torch.dtype,
+        stages: int,
+        depth: int,
+        layers: int | None = None,
     ) -> Geometry:
-        """Raises ValueError naming the first bad field and its value."""
+        """layers None: any number of them. Raises ValueError naming the first bad field and its value."""
         for name, value, most in (
             ("attention_size", topology.attention_size, _C.MAX_RANKS),
             ("ffn_size", topology.ffn_size, _C.MAX_RANKS),
@@ -53,6 +65,7 @@ class Geometry:
             ("tokens", tokens, None),
             ("stages", stages, None),
             ("depth", depth, _C.MAX_DEPTH),
+            ("layers", ANY_LAYERS if layers is None else layers, ANY_LAYERS),
         ):
             if value < 1 or (most is not None and value > most):
                 raise ValueError(f"{name} is {value}, expected 1 {'or more' if most is None else f'to {most}'}")
@@ -75,6 +88,7 @@ class Geometry:
             topk=topk,
             hidden=hidden,
             dtype=PAYLOAD_DTYPES.index(dtype),
+            layers=ANY_LAYERS if layers is None else layers,
         )
 
     @property

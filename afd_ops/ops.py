@@ -24,6 +24,10 @@ afd::receive(item, port, window, rows) -> rows [rows, H], scales float32, offset
     The item's tokens in local-expert order; offsets are cumulative ends. Rows past the last offset are uninitialised.
     With a float8_e4m3fn payload scales is [rows, H / 128], a factor per row and 128 channels; else it is [0].
 
+afd::receive_into(item, rows [R, H], scales, offsets, port, window) -> ()
+    The same into buffers that stay where they are, so that captured experts can read them: R rows at least, shapes and
+    dtypes as receive gives them.
+
 afd::reply(expert_out [>= item rows, H], item, port, window) -> ()
     Each token's weighted sum over this rank's experts, accumulated in float32, rounded once, sent back; in and out in
     the window's wide dtype.
@@ -79,6 +83,11 @@ def _receive(item: Tensor, port: Tensor, window: int, rows: int) -> tuple[Tensor
     )
 
 
+@register_fake("afd::receive_into")
+def _receive_into(item: Tensor, rows: Tensor, scales: Tensor, offsets: Tensor, port: Tensor, window: int) -> None:
+    return None
+
+
 @register_fake("afd::reply")
 def _reply(expert_out: Tensor, item: Tensor, port: Tensor, window: int) -> None:
     return None
@@ -110,5 +119,5 @@ def _below_autograd(op: Any) -> Callable[..., Any]:
 # round trip as a constant. torch.library.register_autograd takes no op that mutates an argument. In inference mode this
 # kernel is not on the path. The registrations live as long as the Library object.
 _library: Any = torch.library.Library("afd", "IMPL")  # type: ignore[no-untyped-call]
-for _name in ("dispatch", "combine", "receive", "reply"):
+for _name in ("dispatch", "combine", "receive", "receive_into", "reply"):
     _library.impl(_name, _below_autograd(getattr(torch.ops.afd, _name).default), "Autograd")

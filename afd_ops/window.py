@@ -41,6 +41,8 @@ class Window:
             one float32 scale per token and 128 channels, amax / 448; a block that holds an inf or NaN arrives as NaN.
         stages: independent lanes per attention rank, one per ubatch; different lanes may run on different threads.
         depth: dispatches in flight per lane.
+        layers: how many layers the FFN ranks have experts for; an attention rank that sends another number breaks the
+            protocol. None: any.
         heap: where the memory comes from; shared memory between processes of this host by default.
         deadline: seconds that combine waits for a reply, and that an FFN rank has from taking an item to answering it.
             Generous by default, because ranks that compile for the first time are minutes apart.
@@ -70,6 +72,7 @@ class Window:
         dtype: torch.dtype = torch.bfloat16,
         stages: int = 1,
         depth: int = 2,
+        layers: int | None = None,
         heap: Heap | None = None,
         deadline: float = 600.0,
         poll_interval: float = 0.01,
@@ -78,6 +81,7 @@ class Window:
         self.topology = topology
         self.bootstrap = bootstrap
         self.heap: Heap = ShmHeap() if heap is None else heap
+        self.poll_interval = poll_interval
         self.closed = True  # until it is open: a constructor that fails leaves nothing to close
         self._segment: Segment | None = None
         self._watch: ProcessWatch | None = None
@@ -94,6 +98,7 @@ class Window:
                 dtype=dtype,
                 stages=stages,
                 depth=depth,
+                layers=layers,
                 deadline=deadline,
                 poll_interval=poll_interval,
                 rows=rows,
@@ -209,7 +214,7 @@ class Window:
     @property
     def generation(self) -> int:
         """How many times the window was reset."""
-        return _C.facts(self.id)["generation"]
+        return _C.generation(self.id)
 
     def port(self, layer: int = -1, stage: int = 0) -> torch.Tensor:
         """The port tensor of one (layer, stage), int32 [4]: the argument by which an op learns them.
@@ -220,6 +225,8 @@ class Window:
             raise ValueError(
                 f"stage is {stage}, expected 0 to {self.geometry.stages - 1}: the window has {self.geometry.stages}"
             )
+        if layer >= self.geometry.layers:
+            raise ValueError(f"layer is {layer}, expected below {self.geometry.layers}: the window's layers")
         content = torch.zeros(_C.PORT_WORDS, dtype=torch.int32)
         content[0], content[1], content[2] = _C.PORT_MAGIC, layer, stage
         return content.to(self.heap.device)
@@ -313,7 +320,8 @@ class Window:
             (self._device_half or _C).poison(self.id)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since construction: dispatches, combines, items, replies, rows, tokens, and bytes_sent per peer."""
+        """Counters since construction: dispatches, combines, items, replies, rows, tokens; per peer bytes_sent and, on
+        an FFN rank, slots_taken and rows_taken."""
         if self._device_half:
             self._device_half.fetch_stats(self.id)
         return _C.stats(self.id)

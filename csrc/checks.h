@@ -178,6 +178,25 @@ inline void check_item(const Control& c, Op op, const Tensor& item) {
   check_contiguous(op, "item", item);
 }
 
+// Where receive_into puts an item: as receive returns it.
+inline void check_buffers(const Control& c, const Tensor& rows, const Tensor& scales, const Tensor& offsets) {
+  constexpr Op op = Op::receive;
+  check_dim(op, "rows", rows, 2);
+  check_size(op, "rows", rows, 1, c.geometry.hidden);
+  check_type(op, "rows", rows, scalar_type(c.geometry.dtype));
+  check_contiguous(op, "rows", rows);
+  const int64_t each = scales_per_row(c.geometry);
+  check_dim(op, "scales", scales, each > 0 ? 2 : 1);
+  check_size(op, "scales", scales, 0, each > 0 ? rows.size(0) : 0);
+  if (each > 0) check_size(op, "scales", scales, 1, each);
+  check_type(op, "scales", scales, ScalarType::Float);
+  check_contiguous(op, "scales", scales);
+  check_dim(op, "offsets", offsets, 1);
+  check_size(op, "offsets", offsets, 0, c.local_experts());
+  check_type(op, "offsets", offsets, ScalarType::Int);
+  check_contiguous(op, "offsets", offsets);
+}
+
 inline void check_expert_out(const Geometry& g, const Tensor& expert_out) {
   check_rows(Op::reply, "expert_out", expert_out, g.hidden);
   check_type(Op::reply, "expert_out", expert_out, scalar_type(wide_dtype(g.dtype)));

@@ -48,7 +48,8 @@ struct Control {
   int32_t active;  // threads inside an op
   int64_t deadline_ns;
   int64_t poll_ns;
-  int64_t rows;  // F: the most rows arrive puts in one item
+  int64_t rows;       // F: the most rows arrive puts in one item
+  int64_t linger_ns;  // F: how long arrive waits for more once a slot is ready
   char* window;
   char** peer;                // [peers] base address of each peer's window
   int32_t* expert_map;        // [num_experts, 2]: F rank, local expert
@@ -64,6 +65,8 @@ struct Control {
   int32_t* masked;       // A [peers]: this F rank is left out; nobody waits for it
   ErrorRecord* records;  // [peers + 1]
   int64_t* bytes_sent;   // [peers]
+  int64_t* slots_taken;  // F [peers]
+  int64_t* rows_taken;   // F [peers]
   int64_t counters[kCounters];
   int64_t pending;      // dispatches less combines that this process has called; a device's rings are not asked
   int64_t arena_bytes;  // of the one allocation that begins with this Control and holds all its arrays

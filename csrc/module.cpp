@@ -149,6 +149,8 @@ int64_t place_arrays(Control& c, char* base) {
   c.masked = arena.take<int32_t>(c.peers);
   c.records = arena.take<ErrorRecord>(c.peers + 1);
   c.bytes_sent = arena.take<int64_t>(c.peers);
+  c.slots_taken = arena.take<int64_t>(c.peers);
+  c.rows_taken = arena.take<int64_t>(c.peers);
   return arena.used();
 }
 
@@ -227,6 +229,23 @@ PyObject* facts(PyObject*, PyObject* args) {
   put(out, "generation", c->generation);
   put(out, "rows", c->rows);
   return out;
+}
+
+PyObject* generation(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  return c == nullptr ? nullptr : PyLong_FromLong(c->generation);
+}
+
+PyObject* set_linger(PyObject*, PyObject* args) {
+  long long window = 0, linger_ns = 0;
+  if (!PyArg_ParseTuple(args, "LL", &window, &linger_ns)) return nullptr;
+  Control* c = find(window);
+  if (c == nullptr) {
+    PyErr_SetString(PyExc_ValueError, "no such window");
+    return nullptr;
+  }
+  atomic(c->linger_ns).store(linger_ns);
+  Py_RETURN_NONE;
 }
 
 PyObject* set_abort(PyObject*, PyObject* args) {
@@ -405,6 +424,8 @@ PyObject* stats(PyObject*, PyObject* args) {
   AFD_COUNTERS(X)
 #undef X
   put(out, "bytes_sent", to_tuple(c->bytes_sent, c->peers));
+  put(out, "slots_taken", to_tuple(c->slots_taken, c->peers));
+  put(out, "rows_taken", to_tuple(c->rows_taken, c->peers));
   return out;
 }
 
@@ -433,6 +454,8 @@ PyMethodDef kMethods[] = {
     {"open", open, METH_VARARGS,
      "open(geometry, role, role_rank, deadline_ns, poll_ns, rows, address, peer addresses, expert map) -> window id"},
     {"facts", facts, METH_VARARGS, "facts(window) -> dict of what the fakes need"},
+    {"generation", generation, METH_VARARGS, "generation(window) -> how many times it was reset"},
+    {"set_linger", set_linger, METH_VARARGS, "set_linger(window, ns): how long arrive waits for more"},
     {"set_abort", set_abort, METH_VARARGS, "set_abort(window): every wait ends, no op begins"},
     {"set_closed", set_closed, METH_VARARGS, "set_closed(window): for good"},
     {"drain", drain, METH_VARARGS, "drain(window, timeout_ns) -> whether no thread is inside an op any more"},

@@ -15,7 +15,7 @@
 
 namespace afd {
 
-constexpr int32_t kWireVersion = 2;
+constexpr int32_t kWireVersion = 3;
 constexpr int32_t kHeaderMagic = 0x53444641;  // "AFDS"
 constexpr int32_t kPortMagic = 0x50444641;    // "AFDP"
 constexpr int64_t kAlign = 256;               // every field of a slot starts on such a boundary
@@ -71,7 +71,8 @@ enum class Op : int32_t {
   X(tokens) /* capacity of one dispatch */                            \
   X(topk)                                                             \
   X(hidden)                                                           \
-  X(dtype) /* index into AFD_DTYPES */
+  X(dtype)  /* index into AFD_DTYPES */                               \
+  X(layers) /* a dispatch of another layer is a protocol error */
 
 struct Geometry {
 #define X(name) int64_t name;

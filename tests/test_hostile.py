@@ -210,7 +210,7 @@ REFUSED = {
     "magic": {value: "magic" for value in VALUES},
     "version": {value: "version" for value in VALUES},
     "generation": {value: "generation" for value in VALUES},
-    "layer": {value: "layer" for value in ("lowest", "minus_one")},
+    "layer": {value: "layer" for value in ("lowest", "minus_one", "capacity", "beyond", "highest")},
     "num_tokens": {value: "num_tokens" for value in ("lowest", "minus_one", "beyond", "highest")},
     "flags": {value: "flags" for value in VALUES if value != "zero"},
     "sequence": {"lowest": "sequence", "minus_one": "sequence", "one": "ring", "beyond": "ring", "highest": "ring"},

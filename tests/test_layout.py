@@ -68,7 +68,7 @@ def test_a_whole_slot_is_what_the_wire_format_says_in_both_directions() -> None:
         assert_expected_inline(
             hexdump(harness.slots_of(ffn)[slot]),
             """\
-0000  53444641 00000002 00000001 00000003
+0000  53444641 00000003 00000001 00000003
 0010  00000003 00000000 00000001 00000000
 0020  00000004 00000000 00000001 00000000
 0030  00000003 00000000 00000000 00000000
@@ -105,7 +105,7 @@ def test_a_whole_slot_is_what_the_wire_format_says_in_both_directions() -> None:
         assert_expected_inline(
             hexdump(harness.slots_of(attention)[slot]),
             """\
-0000  53444641 00000002 00000001 00000003
+0000  53444641 00000003 00000001 00000003
 0010  00000003 00000000 00000001 00000000
 0020  00000004 00000000 00000000 00000000
 0030  00000000 00000000 00000000 00000000
@@ -174,16 +174,16 @@ def test_the_wire_version_changes_with_the_wire() -> None:
             f"{name} {getattr(_C, name):#x}"
             for name in ("WIRE_VERSION", "HEADER_MAGIC", "HEADER_BYTES", "PORT_MAGIC", "READY", "WORD_STRIDE")
         )
-        + f"\n{_C.GEOMETRY}\n{_C.DTYPES}",
+        + f"\n{' '.join(_C.GEOMETRY)}\n{' '.join(_C.DTYPES)}",
         """\
-WIRE_VERSION 0x2
+WIRE_VERSION 0x3
 HEADER_MAGIC 0x53444641
 HEADER_BYTES 0x28
 PORT_MAGIC 0x50444641
 READY 0x59444552
 WORD_STRIDE 0x40
-('attention_size', 'ffn_size', 'num_experts', 'local_experts', 'stages', 'depth', 'tokens', 'topk', 'hidden', 'dtype')
-('float32', 'bfloat16', 'float16', 'float8_e4m3fn')""",
+attention_size ffn_size num_experts local_experts stages depth tokens topk hidden dtype layers
+float32 bfloat16 float16 float8_e4m3fn""",
     )
 
 
@@ -302,6 +302,7 @@ def test_a_heap_without_sizes_per_role_is_asked_for_the_larger_one(monkeypatch: 
         (dict(stages=0), "stages is 0, expected 1 or more"),
         (dict(depth=0), "depth is 0, expected 1 to 1024"),
         (dict(depth=1025), "depth is 1025, expected 1 to 1024"),
+        (dict(layers=0), "layers is 0, expected 1 to 2147483648"),
         (dict(dtype=torch.float64), "dtype is torch.float64, expected one of torch.float32, torch.bfloat16"),
         (dict(hidden=3), "hidden is 3: a row of 12 bytes, expected a multiple of 16"),
         (dict(hidden=12, dtype=torch.bfloat16), "hidden is 12: a row of 24 bytes, expected a multiple of 16"),
@@ -318,7 +319,7 @@ def test_a_bad_size_is_named_with_its_value(sizes: dict[str, Any], message: str)
 
 
 def test_a_geometry_has_the_words_of_the_wire_in_its_order() -> None:
-    geometry = create(hidden=8, dtype=torch.float16)
+    geometry = create(hidden=8, dtype=torch.float16, layers=43)
     assert dict(zip(_C.GEOMETRY, geometry.words, strict=True)) == dict(
         attention_size=2,
         ffn_size=3,
@@ -330,4 +331,5 @@ def test_a_geometry_has_the_words_of_the_wire_in_its_order() -> None:
         topk=2,
         hidden=8,
         dtype=2,
+        layers=43,
     )

@@ -1,7 +1,8 @@
 // arrive: wait for any slot, choose what to compute together, say so.
 //   moves    one flag word per slot; headers of ready slots
 //   order    flag (acquire), then header; the header is checked here once and its counts are copied out of the window
-//   waits    until a slot is ready or the poll interval is over; an empty item is not an error
+//   waits    until a slot is ready (and `linger` longer for more) or the poll interval is over; an empty item is not an
+//            error
 //   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
 //
 // Fairness: the scan starts at a cursor. The first ready slot gives the item its layer. A ready slot of another layer
@@ -48,7 +49,7 @@ bool admit(Control& c, int64_t index, int32_t region, int32_t stage, int32_t rin
       fails(h.generation != c.generation, Field::generation, c.generation, h.generation) ||
       fails(h.flags != 0, Field::flags, 0, h.flags) || fails(h.sequence < 0, Field::sequence, 0, h.sequence) ||
       fails(h.sequence % g.depth != ring, Field::ring, ring, h.sequence % g.depth) ||
-      fails(h.layer < 0, Field::layer, 0, h.layer) ||
+      fails(h.layer < 0 || h.layer >= g.layers, Field::layer, g.layers - 1, h.layer) ||
       fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens))
     return false;
   int32_t* counts = c.counts + index * g.local_experts;
@@ -95,6 +96,8 @@ int32_t choose(Control& c, int32_t* item) {
     }
     taken.sequence = h.sequence;
     taken.at = now_ns();
+    afd::count(c.slots_taken[region], 1);
+    afd::count(c.rows_taken[region], taken.routed);
     rows += taken.routed;
     item[kItemLayer] = taken.layer;
     int32_t* s = item + (1 + count++) * kItemWords;
@@ -123,13 +126,30 @@ int32_t choose(Control& c, int32_t* item) {
   return count;
 }
 
+// Slots that choose could look at now.
+int32_t ready(const Control& c) {
+  int32_t n = 0;
+  for (int64_t i = 0; i < c.slots(); ++i)
+    if (c.region[i / c.layout.slots_per_region] == kAlive && c.taken[i].sequence < 0)
+      n += flag(c.window, c.layout, i).load(std::memory_order_acquire) != kEmpty;
+  return n;
+}
+
 }  // namespace
 
 void arrive(Control& c, int32_t* item) {
   Backoff backoff;
+  const int64_t linger = atomic(c.linger_ns).load();
+  int64_t since = -1;  // when a slot was first seen ready
+  bool more = linger > 0;
   for (;;) {
     watch_peers(c);
-    if (choose(c, item) > 0) break;
+    if (more) {
+      const int32_t n = ready(c);
+      if (n > 0 && since < 0) since = now_ns();
+      more = n < c.peers && (since < 0 || now_ns() - since < linger);
+    }
+    if (!more && choose(c, item) > 0) break;
     if (atomic(c.abort).load() != 0) raise(Kind::Aborted, Op::arrive, "the window is being reset or closed");
     if (atomic(c.failed).load() != 0) raise_failed(c, Op::arrive);
     if (backoff.pause() >= c.poll_ns) return;

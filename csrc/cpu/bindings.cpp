@@ -80,7 +80,8 @@ Tensor dispatch_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_
   Entry entry(window, kAttention, Op::dispatch);
   Control& c = entry.control();
   const Port p = read_port(c, Op::dispatch, port);
-  if (p.layer < 0) raise(Kind::Argument, Op::dispatch, "port is for layer ", p.layer, ", expected 0 or more");
+  if (p.layer < 0 || p.layer >= c.geometry.layers)
+    raise(Kind::Argument, Op::dispatch, "port is for layer ", p.layer, ", expected 0 to ", c.geometry.layers - 1);
   check_dispatch(c.geometry, x, topk_ids, topk_weights);
   Tensor ticket = new_zeros(x, {x.size(0) + 1, ticket_width(c.geometry.ffn_size)}, ScalarType::Int);
   const Weights weights{static_cast<const float*>(topk_weights.const_data_ptr()), topk_weights.stride(0),
@@ -98,13 +99,18 @@ Tensor arrive_cpu(Tensor port, int64_t window) {
   return item;
 }
 
-std::tuple<Tensor, Tensor, Tensor> receive_cpu(const Tensor& item, Tensor port, int64_t window, int64_t rows) {
-  Entry entry(window, kFfn, Op::receive);
-  Control& c = entry.control();
+Item item_to_receive(Control& c, const Tensor& item, const Tensor& port, int64_t rows) {
   read_port(c, Op::receive, port);
   check_item(c, Op::receive, item);
   Item it = read_item(c, Op::receive, ints(item));
   if (rows < it.rows) raise(Kind::Argument, Op::receive, "rows is ", rows, ", but the item has ", it.rows, " rows");
+  return it;
+}
+
+std::tuple<Tensor, Tensor, Tensor> receive_cpu(const Tensor& item, Tensor port, int64_t window, int64_t rows) {
+  Entry entry(window, kFfn, Op::receive);
+  Control& c = entry.control();
+  Item it = item_to_receive(c, item, port, rows);
   Tensor out = new_empty(item, {rows, c.geometry.hidden}, scalar_type(c.geometry.dtype));
   Tensor scales = new_scales(item, c.geometry, rows);
   Tensor offsets = new_empty(item, {c.local_experts()}, ScalarType::Int);
@@ -112,6 +118,15 @@ std::tuple<Tensor, Tensor, Tensor> receive_cpu(const Tensor& item, Tensor port, 
   item_offsets(c, it, ints(offsets));
   receive(c, it, static_cast<char*>(out.mutable_data_ptr()), static_cast<float*>(scales.mutable_data_ptr()));
   return {out, scales, offsets};
+}
+
+void receive_into_cpu(const Tensor& item, Tensor rows, Tensor scales, Tensor offsets, Tensor port, int64_t window) {
+  Entry entry(window, kFfn, Op::receive);
+  Control& c = entry.control();
+  check_buffers(c, rows, scales, offsets);
+  Item it = item_to_receive(c, item, port, rows.size(0));
+  item_offsets(c, it, ints(offsets));
+  receive(c, it, static_cast<char*>(rows.mutable_data_ptr()), static_cast<float*>(scales.mutable_data_ptr()));
 }
 
 void reply_cpu(const Tensor& expert_out, const Tensor& item, Tensor port, int64_t window) {
@@ -146,6 +161,7 @@ STABLE_TORCH_LIBRARY_IMPL(afd, CPU, m) {
   m.impl("dispatch", TORCH_BOX(&afd::dispatch_cpu));
   m.impl("arrive", TORCH_BOX(&afd::arrive_cpu));
   m.impl("receive", TORCH_BOX(&afd::receive_cpu));
+  m.impl("receive_into", TORCH_BOX(&afd::receive_into_cpu));
   m.impl("reply", TORCH_BOX(&afd::reply_cpu));
   m.impl("combine", TORCH_BOX(&afd::combine_cpu));
 }

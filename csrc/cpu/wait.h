@@ -11,7 +11,8 @@ namespace afd {
 
 class Backoff {
  public:
-  Backoff() : start_(now_ns()) {}
+  // yield_ns: when to begin to sleep.
+  explicit Backoff(int64_t yield_ns = kYieldNs) : start_(now_ns()), yield_ns_(yield_ns) {}
 
   // One step of waiting; returns the nanoseconds waited so far.
   int64_t pause() {
@@ -22,7 +23,7 @@ class Backoff {
       return 0;
     }
     const int64_t waited = now_ns() - start_;
-    if (waited < kYieldNs) {
+    if (waited < yield_ns_) {
       sched_yield();
     } else {
       const timespec nap{0, kNapNs};
@@ -35,7 +36,7 @@ class Backoff {
   static constexpr int kSpins = 128;
   static constexpr int64_t kYieldNs = 1'000'000;
   static constexpr long kNapNs = 50'000;
-  int64_t start_;
+  int64_t start_, yield_ns_;
   int count_ = 0;
 };
 

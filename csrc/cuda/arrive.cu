@@ -3,7 +3,8 @@
 //   launch   1 warp
 //   order    flag (acquire), then header; header and counts are copied out of the window here, once. The mailbox needs
 //            no fence: every word of it says which item it belongs to
-//   waits    until a slot is ready or the poll interval is over; an empty item is not an error
+//   waits    until a slot is ready (and `linger` longer for more) or the poll interval is over; an empty item is not an
+//            error
 //   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
 // The choice is csrc/cpu/arrive.cpp's: see there for why it is fair.
 #include "device.cuh"
@@ -94,7 +95,7 @@ __device__ bool admit(const DeviceControl& c, int64_t index, int32_t generation,
                    fails(h.flags != 0, Field::flags, 0, h.flags) ||
                    fails(h.sequence < 0, Field::sequence, 0, h.sequence) ||
                    fails(ring_of(c, h.sequence) != ring, Field::ring, ring, ring_of(c, h.sequence)) ||
-                   fails(h.layer < 0, Field::layer, 0, h.layer) ||
+                   fails(h.layer < 0 || h.layer >= g.layers, Field::layer, g.layers - 1, h.layer) ||
                    fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens) ||
                    fails(worst >= 0, Field::counts, most, m.counts[worst < 0 ? 0 : worst]) ||
                    fails(sum != h.routed || sum > most, Field::counts, h.routed, sum);
@@ -119,11 +120,13 @@ __device__ void take(const DeviceControl& c, int64_t index, const SlotHeader& h,
   if (threadIdx.x != 0) return;
   m.chosen[n] = index;
   c.taken[index] = {h.sequence, global_ns(), h.layer, h.num_tokens, h.routed, 0};
+  const int64_t region = index / c.layout.slots_per_region;
+  count_up(&c.slots_taken[region], 1);
+  count_up(&c.rows_taken[region], h.routed);
   const auto lane = static_cast<int32_t>(index % c.layout.slots_per_region),
              depth = static_cast<int32_t>(c.geometry.depth);
   auto* s = reinterpret_cast<int4*>(item + (1 + n) * kItemWords);
-  s[0] =
-      make_int4(static_cast<int32_t>(index / c.layout.slots_per_region), lane / depth, lane % depth, low(h.sequence));
+  s[0] = make_int4(static_cast<int32_t>(region), lane / depth, lane % depth, low(h.sequence));
   s[1] = make_int4(high(h.sequence), h.num_tokens, h.routed, 0);
   static_assert(kItemRegion == 0 && kItemStage == 1 && kItemRing == 2 && kItemSequenceLow == 3);
   static_assert(kItemSequenceHigh == 4 && kItemTokens == 5 && kItemRouted == 6 && kItemWords == 8);
@@ -151,7 +154,8 @@ __device__ void place_rows(const DeviceControl& c, const Choosing& m, int32_t co
   }
 }
 
-__global__ void __launch_bounds__(32) arrive_kernel(const __grid_constant__ DeviceControl c, int32_t* item) {
+__global__ void __launch_bounds__(32)
+    arrive_kernel(const __grid_constant__ DeviceControl c, int64_t linger_ns, int32_t* item) {
   extern __shared__ int64_t memory[];
   const Choosing m(c, memory);
   const int lane = threadIdx.x;
@@ -167,8 +171,11 @@ __global__ void __launch_bounds__(32) arrive_kernel(const __grid_constant__ Devi
   int64_t rows = 0;
   uint32_t next = cursor, strange_at = 0;
   int32_t strange = kEmpty;  // a flag word that this lane saw and nobody may have written
+  int64_t since = 0;         // when a slot was first seen ready
+  bool more = linger_ns > 0;
   for (uint32_t turn = 1; !__any_sync(kWarp, failed); ++turn) {
     bool left_behind = false, stop = false;
+    int32_t seen = 0;
     for (uint32_t base = 0; base < slots && !stop; base += 32) {
       uint32_t at = cursor + base + lane;
       if (at >= slots) at -= slots;
@@ -186,7 +193,9 @@ __global__ void __launch_bounds__(32) arrive_kernel(const __grid_constant__ Devi
           if (flag != kReady && flag != kEmpty) strange = flag, strange_at = at;
         }
       }
-      for (uint32_t left = __ballot_sync(kWarp, ready); left != 0 && !stop; left &= left - 1) {
+      uint32_t left = __ballot_sync(kWarp, ready);
+      seen += __popc(left);
+      for (; !more && left != 0 && !stop; left &= left - 1) {
         const int64_t index = __shfl_sync(kWarp, at, __ffs(static_cast<int>(left)) - 1);
         SlotHeader h;
         __syncwarp();  // the lane that acquired the flag may be another
@@ -206,6 +215,11 @@ __global__ void __launch_bounds__(32) arrive_kernel(const __grid_constant__ Devi
       }
     }
     if (count > 0) break;
+    if (more && seen > 0) {
+      const int64_t now = global_ns();
+      if (since == 0) since = now;
+      more = !__any_sync(kWarp, seen >= c.peers || now - since >= linger_ns);
+    }
     if (turn % 16 != 0) continue;
     watch_peers(c, turn % 256 == 0);
     if (strange != kEmpty) refuse_flag(c, strange_at, strange);
@@ -239,7 +253,7 @@ __global__ void __launch_bounds__(32) arrive_kernel(const __grid_constant__ Devi
 }  // namespace
 
 void launch_arrive(const DeviceControl& c, int32_t* item, cudaStream_t stream) {
-  arrive_kernel<<<1, 32, arrive_bytes(c.geometry, c.slots()), stream>>>(c, item);
+  arrive_kernel<<<1, 32, arrive_bytes(c.geometry, c.slots()), stream>>>(c, c.mapped->linger_ns, item);
 }
 
 cudaError_t preload_arrive() {

@@ -147,6 +147,21 @@ std::tuple<Tensor, Tensor, Tensor> receive_cuda(const Tensor& item, Tensor port,
   return {out, scales, offsets};
 }
 
+void receive_into_cuda(const Tensor& item, Tensor rows, Tensor scales, Tensor offsets, Tensor port, int64_t window) {
+  const DeviceEntry entry(window, kFfn, Op::receive, port);
+  entry.check_device(Op::receive, "item", item);
+  entry.check_device(Op::receive, "rows", rows);
+  entry.check_device(Op::receive, "scales", scales);
+  entry.check_device(Op::receive, "offsets", offsets);
+  check_item(entry.host(), Op::receive, item);
+  check_buffers(entry.host(), rows, scales, offsets);
+  check_aligned(Op::receive, "item", item);
+  check_aligned(Op::receive, "rows", rows);
+  launch_receive(entry.device(), ints(item), static_cast<char*>(rows.mutable_data_ptr()),
+                 static_cast<float*>(scales.mutable_data_ptr()), rows.size(0), ints(offsets), stream_of(item));
+  entry.launched();
+}
+
 void reply_cuda(const Tensor& expert_out, const Tensor& item, Tensor port, int64_t window) {
   const DeviceEntry entry(window, kFfn, Op::reply, port);
   const Geometry& g = entry.geometry();
@@ -186,6 +201,7 @@ STABLE_TORCH_LIBRARY_IMPL(afd, CUDA, m) {
   m.impl("dispatch", TORCH_BOX(&afd::dispatch_cuda));
   m.impl("arrive", TORCH_BOX(&afd::arrive_cuda));
   m.impl("receive", TORCH_BOX(&afd::receive_cuda));
+  m.impl("receive_into", TORCH_BOX(&afd::receive_into_cuda));
   m.impl("reply", TORCH_BOX(&afd::reply_cuda));
   m.impl("combine", TORCH_BOX(&afd::combine_cuda));
 }

@@ -6,11 +6,14 @@
 
 namespace afd {
 
+constexpr int64_t kBusyNs = 1'000'000'000;  // an FFN rank that had an item this long ago is not idle
+
 struct DeviceWindow {
   int device = -1;
   DeviceControl control{};        // what kernels are launched with
   cudaStream_t stream = nullptr;  // the host's own words go here, beside whatever waits
   int64_t expected = 0;           // sequence of the last item that the host has read from the mailbox
+  int64_t last_item = 0;          // when that was, ns; empty ones do not count
 };
 
 // The device half of a window that `adopt` has built. Raises if there is none.

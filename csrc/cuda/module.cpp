@@ -183,6 +183,8 @@ PyObject* adopt(PyObject*, PyObject* args) {
   CUDA_OR_RETURN(made.array(&c.region, c.peers));
   CUDA_OR_RETURN(made.array(&c.masked, c.peers));
   CUDA_OR_RETURN(made.array(&c.bytes_sent, c.peers));
+  CUDA_OR_RETURN(made.array(&c.slots_taken, c.peers));
+  CUDA_OR_RETURN(made.array(&c.rows_taken, c.peers));
   CUDA_OR_RETURN(made.array(&c.claimed, c.peers + 1));
   CUDA_OR_RETURN(made.array(&c.done, done_words(g)));
   CUDA_OR_RETURN(made.array(&c.verdict, g.stages));
@@ -285,9 +287,10 @@ PyObject* next_item(PyObject*, PyObject* args) {
     }
     return all;
   };
+  // A nap is longer than an item's way here: nobody naps within a second of the last item.
   bool found = false;
   Py_BEGIN_ALLOW_THREADS;
-  Backoff backoff;
+  Backoff backoff = now_ns() - w.last_item < kBusyNs ? Backoff(kBusyNs) : Backoff();
   while (!(found = there()) && backoff.pause() < timeout_ns) {
   }
   Py_END_ALLOW_THREADS;
@@ -298,6 +301,7 @@ PyObject* next_item(PyObject*, PyObject* args) {
   }
   if (!found || static_cast<uint32_t>(w.expected + 1) != wanted) Py_RETURN_NONE;  // a reset has dropped it meanwhile
   ++w.expected;
+  if (static_cast<int>(words[kMailCount]) > 0) w.last_item = now_ns();
   return Py_BuildValue("(iii)", static_cast<int>(words[kMailCount]), static_cast<int>(words[kMailLayer]),
                        static_cast<int>(words[kMailRows]));
 }
@@ -310,8 +314,10 @@ PyObject* fetch_stats(PyObject*, PyObject* args) {
   Control& host = *w->control.mapped;
   CUDA_OR_RETURN(cudaMemcpyAsync(host.counters, w->control.state->counters, sizeof(host.counters),
                                  cudaMemcpyDeviceToHost, w->stream));
-  CUDA_OR_RETURN(
-      cudaMemcpyAsync(host.bytes_sent, w->control.bytes_sent, host.peers * 8, cudaMemcpyDeviceToHost, w->stream));
+  const DeviceControl& c = w->control;
+  for (const auto& [to, from] : {std::pair{host.bytes_sent, c.bytes_sent}, std::pair{host.slots_taken, c.slots_taken},
+                                 std::pair{host.rows_taken, c.rows_taken}})
+    CUDA_OR_RETURN(cudaMemcpyAsync(to, from, host.peers * 8, cudaMemcpyDeviceToHost, w->stream));
   CUDA_OR_RETURN(cudaStreamSynchronize(w->stream));
   Py_RETURN_NONE;
 }

@@ -107,7 +107,7 @@ struct Plan {
 class RoundTrip {
  public:
   explicit RoundTrip(const Plan& plan)
-      : plan_(plan), random_(4), cluster_({2, 1, 2, 0, 1, 2, 3, 2, 4, k_float32}), f_(*cluster_.f[0]) {
+      : plan_(plan), random_(4), cluster_({2, 1, 2, 0, 1, 2, 3, 2, 4, k_float32, 2}), f_(*cluster_.f[0]) {
     for (auto& a : cluster_.a) {
       a->c.deadline_ns = 0;
       do {

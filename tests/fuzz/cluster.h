@@ -149,6 +149,8 @@ class Rank {
     c.masked = array(masked_, c.peers);
     c.records = array(records_, c.peers + 1);
     c.bytes_sent = array(bytes_sent_, c.peers);
+    c.slots_taken = array(slots_taken_, c.peers);
+    c.rows_taken = array(rows_taken_, c.peers);
 
     // Zeroed as construction does; then NaN where nothing is valid before it was written, canaries in between.
     std::memset(c.window, 0, memory_.size());
@@ -188,7 +190,7 @@ class Rank {
   std::vector<Interval> gaps_;
   std::unique_ptr<char*[]> peer_;
   std::unique_ptr<int32_t[]> expert_map_, experts_per_rank_, counts_, first_, region_, masked_;
-  std::unique_ptr<int64_t[]> next_, ring_, bytes_sent_;
+  std::unique_ptr<int64_t[]> next_, ring_, bytes_sent_, slots_taken_, rows_taken_;
   std::unique_ptr<Taken[]> taken_;
   std::unique_ptr<ErrorRecord[]> records_;
 };

@@ -131,6 +131,7 @@ Geometry read_geometry(Program& p) {
   g.num_experts = 1 + p.next(5);
   g.stages = 1 + p.next(2);
   g.depth = 1 + p.next(3);
+  g.layers = 2;
   g.tokens = 1 + p.next(4);
   g.topk = 1 + p.next(3);
   g.dtype = p.next(4);
@@ -172,7 +173,7 @@ Faults dispatch_faults(const Control& c, int64_t index) {
   if (h.version != kWireVersion) faults |= bit(Field::version);
   if (h.generation != kGeneration) faults |= bit(Field::generation);
   if (h.flags != 0) faults |= bit(Field::flags);
-  if (h.layer < 0) faults |= bit(Field::layer);
+  if (h.layer < 0 || h.layer >= g.layers) faults |= bit(Field::layer);
   if (h.num_tokens < 0 || h.num_tokens > g.tokens) faults |= bit(Field::num_tokens);
   if (h.sequence < 0) faults |= bit(Field::sequence);
   if (h.sequence % g.depth != index % g.depth) faults |= bit(Field::ring);
@@ -292,7 +293,7 @@ class Run {
       case What::generation:
         return put(h.generation, g.tokens);
       case What::layer:
-        return put(h.layer, g.tokens);
+        return put(h.layer, g.layers);
       case What::num_tokens:
         return put(h.num_tokens, g.tokens);
       case What::flags:

@@ -25,7 +25,8 @@ constexpr Geometry kGeometry{.attention_size = 2,
                              .tokens = 3,
                              .topk = 2,
                              .hidden = 8,
-                             .dtype = k_bfloat16};
+                             .dtype = k_bfloat16,
+                             .layers = 2};
 
 std::atomic<bool> failed{false}, done{false};
 
