@@ -20,6 +20,8 @@ extension.load()
 from afd_ops import ops  # noqa: E402, F401  (registers the fakes)
 from afd_ops.attention import RemoteExperts, attach  # noqa: E402
 from afd_ops.bootstrap import Bootstrap  # noqa: E402
+from afd_ops.buckets import expected_rows, ladder  # noqa: E402
+from afd_ops.captured import CapturedExperts, Experts, ItemBuffers  # noqa: E402
 from afd_ops.errors import (  # noqa: E402
     AbortedError,
     AfdError,
@@ -36,7 +38,7 @@ from afd_ops.errors import (  # noqa: E402
     RingBusyError,
     StaleError,
 )
-from afd_ops.ffn import Experts, ExpertServer, GroupedSwiGLU, dequantize  # noqa: E402
+from afd_ops.ffn import ExpertServer, GroupedSwiGLU, dequantize  # noqa: E402
 from afd_ops.heap import Heap, Segment  # noqa: E402
 from afd_ops.heap.local import LocalHeap  # noqa: E402
 from afd_ops.heap.shm import ShmHeap  # noqa: E402
@@ -51,6 +53,7 @@ __all__ = [
     "ArgumentError",
     "Bootstrap",
     "BootstrapError",
+    "CapturedExperts",
     "ClosedError",
     "ExpertServer",
     "Experts",
@@ -58,6 +61,7 @@ __all__ = [
     "GeometryError",
     "GroupedSwiGLU",
     "Heap",
+    "ItemBuffers",
     "LocalHeap",
     "PeerError",
     "PeerFailedError",
@@ -76,6 +80,8 @@ __all__ = [
     "attention_costs",
     "choose_ubatches",
     "dequantize",
+    "expected_rows",
+    "ladder",
     "open_local",
     "split_requests",
     "split_step",

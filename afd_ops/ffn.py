@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from afd_ops import _C
+from afd_ops.captured import Experts, ItemBuffers
 from afd_ops.errors import AbortedError, ClosedError, from_record
+from afd_ops.metrics import PHASES, PhaseTimes
 from afd_ops.window import Window
-
-Experts = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""(rows [R, H], scales, offsets [owned experts] int32, layer) -> [R, H].
-
-Rows stand in local-expert order, expert e's from offsets[e - 1] to offsets[e]. Rows past the last offset are
-uninitialised: they may be computed on, never reduced over. With a float8_e4m3fn payload scales is float32
-[R, H / 128], see `dequantize`, else [0]. The result is in the window's wide dtype."""
 
 
 def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -33,23 +30,47 @@ def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16
 class ExpertServer:
     """Answers what attention ranks send, until they have all closed their windows.
 
-    Slots that are ready together for the same layer are computed in one call of `experts`.
+    Slots that are ready together for the same layer are computed in one call of `experts`. On a GPU the host waits for
+    nothing but the mailbox: it learns there which layer and how many rows, while the rows are put in order.
 
     Args:
         window: an FFN rank's.
-        experts: see `Experts`; engines bring their own kernels.
+        experts: see `Experts`; engines bring their own kernels. `CapturedExperts` replays graphs.
+        linger: seconds to wait, once a slot is ready, for those of other attention ranks; 0 takes what is ready.
+            Waiting ends when as many slots are ready as there are attention ranks. A few microseconds; below the
+            window's poll_interval.
+
+    Items are received into buffers of the server (`CapturedExperts` brings them), so `experts` must not keep its
+    arguments.
     """
 
-    def __init__(self, window: Window, experts: Experts) -> None:
+    def __init__(self, window: Window, experts: Experts, *, linger: float = 0.0) -> None:
         if window.role != "ffn":
             raise ValueError(
                 f"window belongs to {window.topology.describe(window.bootstrap.rank)}, expected an ffn rank"
             )
+        if not 0 <= linger < window.poll_interval:
+            raise ValueError(f"linger is {linger}, expected 0 to less than poll_interval = {window.poll_interval} s")
         self.window = window
         self.experts = experts
         self.port = window.port()
+        facts, device = _C.facts(window.id), window.heap.device
+        needs = facts["rows"], facts["hidden"], facts["owned_experts"], window.dtype, device
+        inputs: ItemBuffers | None = getattr(experts, "inputs", None)
+        self.inputs = ItemBuffers.create(*needs) if inputs is None else inputs
+        rows, offsets = self.inputs.rows, self.inputs.offsets
+        has = *rows.shape, offsets.shape[0], rows.dtype, rows.device
+        if has[0] < needs[0] or has[1:] != needs[1:]:
+            raise ValueError(f"experts were captured for (rows, hidden, owned, dtype, device) {has}, not {needs}")
+        self._replay = getattr(experts, "replay", None)
+        self._nothing = torch.empty((0, facts["hidden"]), dtype=window.wide_dtype, device=device)
+        self._times = PhaseTimes(device.type != "cpu")
+        self._batch_sizes: Counter[int] = Counter()
+        self._row_counts: Counter[int] = Counter()
+        self._eager = 0
         self._stop = threading.Event()
         self._drain = threading.Event()
+        _C.set_linger(window.id, int(linger * 1e9))
 
     def step(self) -> int:
         """Waits up to the poll interval for an item and answers it; returns how many slots it held (0: nothing came).
@@ -57,16 +78,35 @@ class ExpertServer:
         Raises:
             RuntimeError: as the ops and `experts` raise it; `run` handles that.
         """
-        item = torch.ops.afd.arrive(self.port, self.window.id)
-        count, layer, rows = self._read(item)
+        window, port, inputs, times = self.window, self.port, self.inputs, self._times
+        generation = window.generation
+        marks = times.begin()
+        item = torch.ops.afd.arrive(port, window.id)
+        torch.ops.afd.receive_into(item, inputs.rows, inputs.scales, inputs.offsets, port, window.id)
+        if marks is not None:
+            times.mark(marks)
+        count, layer, rows = self._read(item, generation)
         if count == 0:
             return 0
-        x, scales, offsets = torch.ops.afd.receive(item, self.port, self.window.id, rows)
-        out = self.experts(x, scales, offsets, layer) if rows else x.to(self.window.wide_dtype)
-        torch.ops.afd.reply(out, item, self.port, self.window.id)
-        return int(count)
+        out: Tensor | None = self._nothing
+        if rows > 0:
+            # From the mailbox to here, nothing but this call: it is what the first kernel of the experts waits for.
+            out = None if self._replay is None else self._replay(layer, rows)
+            if out is None:
+                out = self.experts(*inputs.first(rows), layer)
+                self._eager += 1
+        if marks is not None:
+            times.mark(marks)
+        torch.ops.afd.reply(out, item, port, window.id)
+        if marks is not None:
+            times.mark(marks)
+        times.end(marks)
+        self._batch_sizes[count] += 1
+        self._row_counts[rows] += 1
+        return count
 
-    def _read(self, item: Tensor) -> tuple[int, int, int]:
+    def _read(self, item: Tensor, generation: int) -> tuple[int, int, int]:
+        """Slots, layer and rows: on a GPU from the mailbox, where arrive leaves them."""
         if item.device.type == "cpu":
             entry = item[0].tolist()
             return entry[_C.ITEM_COUNT], entry[_C.ITEM_LAYER], entry[_C.ITEM_ROWS]
@@ -75,6 +115,39 @@ class ExpertServer:
             if mail is not None:
                 return mail
             self.window.check()
+            if self.window.generation != generation:  # mail of before a reset is dropped
+                raise AbortedError(f"window {self.window.id} was reset while its server waited")
+
+    def stats(self) -> dict[str, Any]:
+        """What this server has done; from any thread.
+
+        items, rows; batch_sizes: items by the slots they held; row_counts: items by their rows, which `ladder` takes;
+        replayed, eager: items whose experts were a graph or not, coverage: the share of graphs; wait_us, compute_us,
+        reply_us: a `metrics.Histogram` each (on a GPU of one item in 16); regions: per attention rank slots, rows and
+        bytes_sent, since the window opened. With `CapturedExperts` also what its stats() say.
+        """
+        window, row_counts = self.window.stats(), self._row_counts.copy()
+        items = row_counts.total()
+        replayed = items - row_counts[0] - self._eager
+        found = {
+            "items": items,
+            "rows": sum(rows * count for rows, count in row_counts.items()),
+            "batch_sizes": dict(self._batch_sizes.copy()),
+            "row_counts": dict(row_counts),
+            "replayed": replayed,
+            "eager": self._eager,
+            "coverage": replayed / (replayed + self._eager) if replayed + self._eager else 0.0,
+            **{f"{phase}_us": self._times.histograms[phase].as_dict() for phase in PHASES},
+            "regions": [
+                {"slots": slots, "rows": rows, "bytes_sent": sent}
+                for slots, rows, sent in zip(
+                    window["slots_taken"], window["rows_taken"], window["bytes_sent"], strict=True
+                )
+            ],
+        }
+        if self._replay is not None:
+            found |= self.experts.stats()  # type: ignore[attr-defined]
+        return found
 
     def run(self) -> None:
         """Serves until every attention rank has left, or `stop()` or `drain()`.

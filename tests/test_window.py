@@ -491,7 +491,7 @@ def test_idle_is_not_a_fault() -> None:
             for _ in range(10):
                 assert server.step() == 0
         empty = torch.ops.afd.arrive(server.port, ffn.id)
-        assert server._read(empty)[0] == 0
+        assert server._read(empty, ffn.generation)[0] == 0
         rows, _, offsets = torch.ops.afd.receive(empty, server.port, ffn.id, 0)
         assert rows.shape == (0, 16) and offsets.tolist() == [0, 0]
         torch.ops.afd.reply(rows, empty, server.port, ffn.id)

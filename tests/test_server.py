@@ -1,0 +1,217 @@
+"""ExpertServer: what it takes together, whom it serves next, what it counts and says. On every device."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from types import ModuleType
+
+import harness
+import pytest
+import torch
+from harness import expected, random_step
+
+import afd_ops
+from afd_ops import metrics
+
+TOPOLOGY = afd_ops.Topology(2, 1, 4)
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+@pytest.mark.parametrize("depth", [2, 5])
+def test_a_flood_from_one_rank_does_not_hold_up_another(depth: int, seed: int) -> None:
+    """One attention rank keeps all of its rings full, each in a layer of its own: no item holds two of them. The
+    other sends now and then, and waits for at most one item per ring of the flood."""
+    with harness.windows(TOPOLOGY, depth=depth) as (flooding, slow, ffn):
+        server = afd_ops.ExpertServer(ffn, harness.experts_of(TOPOLOGY, 0))
+        late, flood = harness.remote(slow, 99), [harness.remote(flooding, layer) for layer in range(depth)]
+        step = random_step(TOPOLOGY, 4)
+        want = expected(TOPOLOGY, *step)
+        in_flight = [(module, module.dispatch(*step[:3])) for module in flood]
+        waits = []
+        for turn in range(25):
+            ticket = late.dispatch(*step[:3])
+            served = passed_over = 0
+            while served == 0:
+                harness.synchronize()
+                before = ffn.stats()["slots_taken"]
+                assert server.step() == 1
+                flooded, served = (b - a for a, b in zip(before, ffn.stats()["slots_taken"], strict=True))
+                if flooded:  # its rings are answered in their order
+                    passed_over += 1
+                    module, oldest = in_flight.pop(0)
+                    assert torch.equal(module.combine(oldest, step[3]), want)
+                    in_flight.append((module, module.dispatch(*step[:3])))
+                assert passed_over <= depth, (turn, waits)
+            assert torch.equal(late.combine(ticket, step[3]), want)
+            waits.append(passed_over)
+            for _ in range(turn % 3):  # from another place of the scan each time
+                harness.synchronize()
+                assert server.step() == 1
+                module, oldest = in_flight.pop(0)
+                assert torch.equal(module.combine(oldest, step[3]), want)
+                in_flight.append((module, module.dispatch(*step[:3])))
+        print("items that went first:", waits)
+
+
+def test_lingering_waits_for_the_other_attention_ranks(seed: int) -> None:
+    """0 takes what is ready. Lingering ends when as many slots are ready as there are attention ranks, or in time."""
+    with harness.windows(TOPOLOGY, poll_interval=2.0, rows=64) as (*attention, ffn):
+        modules = [harness.remote(window, 5) for window in attention]
+        steps = [random_step(TOPOLOGY, 4) for _ in modules]
+        for linger, together, apart in ((0.0, [1, 1], 0.1), (1.5, [2], 0.1), (0.01, [1, 1], 0.2)):
+            server = afd_ops.ExpertServer(ffn, harness.experts_of(TOPOLOGY, 0), linger=linger)
+            stream = torch.cuda.Stream(ffn.heap.device) if harness.DEVICE != "cpu" else None
+            counts: list[int] = []
+
+            def serve(server: afd_ops.ExpertServer = server, counts: list[int] = counts, stream=stream) -> None:  # type: ignore[no-untyped-def]
+                with torch.cuda.stream(stream):
+                    while sum(counts) < 2:
+                        counts.append(server.step())
+
+            thread = threading.Thread(target=serve, daemon=True)
+            tickets = [modules[0].dispatch(*steps[0][:3])]
+            harness.synchronize()
+            thread.start()
+            begun = time.monotonic()
+            time.sleep(apart)
+            tickets.append(modules[1].dispatch(*steps[1][:3]))
+            thread.join(10)
+            assert not thread.is_alive() and counts == together, (linger, counts)
+            assert time.monotonic() - begun < 1.4, "lingering does not end when everybody is there"
+            for module, ticket, step in zip(modules, tickets, steps, strict=True):
+                assert torch.equal(module.combine(ticket, step[3]), expected(TOPOLOGY, *step))
+    with harness.windows(TOPOLOGY) as (*_, ffn):
+        for linger in (-1.0, 0.002):
+            with pytest.raises(ValueError, match=f"linger is {linger}, expected 0 to less than poll_interval = 0.002"):
+                afd_ops.ExpertServer(ffn, harness.experts_of(TOPOLOGY, 0), linger=linger)
+
+
+def answered(windows: Sequence[afd_ops.Window], server: afd_ops.ExpertServer, sizes: Sequence[int]) -> None:
+    """A round trip of both attention ranks, in one item."""
+    modules = [harness.remote(window, 3) for window in windows]
+    steps = [random_step(TOPOLOGY, size) for size in sizes]
+    tickets = [module.dispatch(*step[:3]) for module, step in zip(modules, steps, strict=True)]
+    harness.synchronize()
+    assert server.step() == 2
+    for module, ticket, step in zip(modules, tickets, steps, strict=True):
+        assert torch.equal(module.combine(ticket, step[3]), expected(TOPOLOGY, *step))
+
+
+def test_stats_count_items_rows_batches_times_and_regions(seed: int) -> None:
+    with harness.windows(TOPOLOGY, rows=64) as (*attention, ffn):
+        server = afd_ops.ExpertServer(ffn, harness.experts_of(TOPOLOGY, 0))
+        assert server.stats()["items"] == 0 and server.stats()["coverage"] == 0.0
+        assert server.step() == 0
+        turns = 40
+        for _ in range(turns):
+            answered(attention, server, (7, 2))
+        answered(attention, server, (0, 0))
+        harness.synchronize()
+        server.step()  # finds the last events done
+        found = server.stats()
+        assert found["items"] == turns + 1 and found["batch_sizes"] == {2: turns + 1}
+        assert (found["replayed"], found["eager"], found["coverage"]) == (0, turns, 0.0)
+        assert sum(found["row_counts"].values()) == turns + 1 and found["row_counts"][0] == 1
+        assert found["rows"] == sum(region["rows"] for region in found["regions"]) == ffn.stats()["rows"]
+        assert [region["slots"] for region in found["regions"]] == [turns + 1] * 2
+        assert found["regions"][0]["rows"] > found["regions"][1]["rows"] > 0
+        timed = turns + 1 if harness.DEVICE == "cpu" else 3
+        assert [found[f"{phase}_us"]["count"] for phase in metrics.PHASES] == [timed] * 3
+        assert all(found[f"{phase}_us"]["total"] > 0 for phase in metrics.PHASES)
+        assert afd_ops.ladder(found["row_counts"], 64)[-1] <= 64
+
+
+def test_a_layer_that_there_is_not_closes_the_region_that_names_it_and_no_other(seed: int) -> None:
+    """fault: a wild layer from one peer makes the experts raise, and every attention rank is poisoned for it."""
+    with harness.windows(TOPOLOGY, layers=4) as (good, bad, ffn):
+        server = afd_ops.ExpertServer(ffn, harness.experts_of(TOPOLOGY, 0))
+        module, wild = harness.remote(good, 3), harness.remote(bad, 3)
+        with pytest.raises(ValueError, match="layer is 4, expected below 4"):
+            harness.remote(bad, 4)
+        step = random_step(TOPOLOGY, 4)
+        if harness.DEVICE == "cpu":
+            wild.port[1] = 4
+            with pytest.raises(RuntimeError, match="port is for layer 4, expected 0 to 3"):
+                wild.dispatch(*step[:3])
+            wild.port[1] = 3
+        tickets = [wild.dispatch(*step[:3]), module.dispatch(*step[:3])]
+        harness.synchronize()
+        layout = ffn.geometry.layout
+        layer = layout["slots"] + ffn.geometry.depth * layout["slot_bytes"] + 12  # of region 1, stage 0, ring 0
+        harness.word(ffn, layer).fill_(4)
+        harness.synchronize()
+        assert server.step() == 1
+        assert torch.equal(module.combine(tickets[1], step[3]), expected(TOPOLOGY, *step))
+        (record,) = ffn.errors()
+        assert (record["kind"], record["peer"]) == ("Protocol", 1)
+        assert "rank 1 (attention 1) broke the protocol: layer is 4, expected 3" in record["message"]
+
+
+def test_experts_of_other_sizes_are_refused_by_name() -> None:
+    class Experts:
+        inputs = afd_ops.ItemBuffers.create(8, 16, 4, torch.float32, "cpu")
+
+        def __call__(self, *arguments: object) -> torch.Tensor:
+            raise NotImplementedError
+
+    if harness.DEVICE != "cpu":
+        pytest.skip("these buffers are on the CPU")
+    with harness.windows(TOPOLOGY) as (*_, ffn), pytest.raises(ValueError, match=r"\(8, 16, 4, .*not \(32, 16, 4,"):
+        afd_ops.ExpertServer(ffn, Experts())
+    with pytest.raises(ValueError, match="device is cpu, expected a GPU"):
+        afd_ops.CapturedExperts(Experts(), rows=8, hidden=16, owned=4, dtype=torch.float32, device="cpu")
+
+
+def test_quantiles_are_upper_bounds() -> None:
+    histogram = metrics.Histogram()
+    assert histogram.quantile(0.5) == 0.0
+    for microseconds in (0.2, 1.0, 1.5, 3.0, 4.0, 100.0, 1e12):
+        histogram.add(microseconds)
+    assert histogram.counts[:3] == [2, 1, 2] and histogram.counts[7] == 1 and histogram.counts[-1] == 1
+    assert histogram.count == 7 and histogram.quantile(0.5) == 4.0 and histogram.quantile(0.8) == 128.0
+
+
+def test_metrics_are_printed_while_a_server_works(seed: int) -> None:
+    with harness.windows(TOPOLOGY, rows=64) as (*attention, ffn):
+        server, text = afd_ops.ExpertServer(ffn, harness.experts_of(TOPOLOGY, 0)), io.StringIO()
+        with metrics.printing(server, text, every=0.2):
+            until = time.monotonic() + 0.7
+            while time.monotonic() < until:
+                answered(attention, server, (3, 3))
+        header, *lines = text.getvalue().splitlines()
+        assert header == metrics.HEADER and 2 <= len(lines) <= 4
+        for said in lines:
+            rate, rows, slots, graphs, *_ = said.split()
+            assert int(rate) > 0 and int(rows) > 0 and slots == "2.00" and graphs == "0%"
+
+
+def test_prometheus_is_answered_on_request_and_its_absence_is_explained(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    with harness.windows(TOPOLOGY, rows=64) as (*attention, ffn):
+        server = afd_ops.ExpertServer(ffn, harness.experts_of(TOPOLOGY, 0))
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "prometheus_client", None)  # type: ignore[arg-type]
+            with pytest.raises(ImportError, match=re.escape("pip install 'afd_ops[metrics]'")):
+                metrics.serve_prometheus(server, 0)
+        client: ModuleType = pytest.importorskip("prometheus_client")
+        assert client is not None
+        answered(attention, server, (3, 3))
+        http, thread = metrics.serve_prometheus(server, 0)
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{http.server_port}/metrics", timeout=10) as reply:
+                text = reply.read().decode()
+        finally:
+            http.shutdown()
+            http.server_close()
+            thread.join(10)
+        for said in ("afd_ffn_items_total 1.0", 'afd_ffn_batches_total{slots="2"} 1.0', "afd_ffn_eager_total 1.0"):
+            assert said in text
+        assert 'afd_ffn_region_slots_total{region="1"} 1.0' in text and "afd_ffn_compute_seconds_bucket" in text
