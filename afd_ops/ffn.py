@@ -64,7 +64,7 @@ class ExpertServer:
             raise ValueError(f"experts were captured for (rows, hidden, owned, dtype, device) {has}, not {needs}")
         self._replay = getattr(experts, "replay", None)
         self._nothing = torch.empty((0, facts["hidden"]), dtype=window.wide_dtype, device=device)
-        self._times = PhaseTimes(device.type != "cpu")
+        self._times = PhaseTimes(device)
         self._batch_sizes: Counter[int] = Counter()
         self._row_counts: Counter[int] = Counter()
         self._eager = 0

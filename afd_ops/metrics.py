@@ -65,9 +65,9 @@ class PhaseTimes:
 
     EVERY = 16
 
-    def __init__(self, on_device: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.histograms = {phase: Histogram() for phase in PHASES}
-        self._on_device = on_device
+        self._device, self._on_device = device, device.type != "cpu"
         self._items = 0
         self._pending: deque[list[Any]] = deque()
 
@@ -86,7 +86,7 @@ class PhaseTimes:
         """A phase ends here."""
         if self._on_device:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))  # the window's device need not be the current one
             marks.append(event)
         else:
             marks.append(time.perf_counter())

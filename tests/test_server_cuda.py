@@ -1,0 +1,258 @@
+"""Captured experts on a GPU: exact, the same as eager, independent of the batch, within a limit, without a word from
+the device to the host."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import harness
+import pytest
+import torch
+from test_cuda_graphs import BY_HAND, LAYERS, Cluster, cluster, device_experts, inputs, one_step, oracle
+from torch import Tensor
+
+import afd_ops
+from afd_ops import _C
+
+pytestmark = pytest.mark.gpu
+
+PAIR = afd_ops.Topology(1, 1, 7)
+MakeExperts = Callable[[afd_ops.Window], afd_ops.Experts]
+
+
+@pytest.fixture(autouse=True)
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "DEVICE", "cuda:0")
+
+
+@pytest.fixture
+def synchronising_is_an_error() -> Iterator[Callable[[], None]]:
+    """Call it: from there on, a call that waits for the device raises, in every thread."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def captured_for(window: afd_ops.Window, experts: afd_ops.Experts, limit: int | None = None) -> afd_ops.CapturedExperts:
+    facts = _C.facts(window.id)
+    return afd_ops.CapturedExperts(
+        experts,
+        rows=facts["rows"],
+        hidden=facts["hidden"],
+        owned=facts["owned_experts"],
+        dtype=window.dtype,
+        device=window.heap.device,
+        limit=limit,
+    )
+
+
+def captured(buckets: Iterable[int], layers: Iterable[int] = range(LAYERS), **more: Any) -> MakeExperts:
+    def make(window: afd_ops.Window) -> afd_ops.Experts:
+        experts = captured_for(window, device_experts(window), **more)
+        experts.capture(layers, buckets)
+        return experts
+
+    return make
+
+
+def answered(ready: Cluster, layer: int, count: int) -> None:
+    """A round trip of the only attention rank, exact."""
+    (window,) = ready.attention
+    module, step = harness.remote(window, layer), one_step(window, count)
+    want = oracle(*step, layer)
+    harness.synchronize()
+    ticket = module.dispatch(*step[:3])
+    assert ready.answer() == [1]
+    out = module.combine(ticket, step[3])
+    harness.synchronize()
+    window.check()
+    assert torch.equal(out, want), (layer, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_items_replay_a_graph_or_run_eagerly_with_the_same_result(dtype: torch.dtype, seed: int) -> None:
+    """faults: a graph of another layer or size; rows, offsets or scales of the item before; an output that the graph of
+    another bucket has overwritten."""
+    buckets, layers = (16, 48, 160, 256), LAYERS - 1  # the last layer and what is larger have no graph
+    with cluster(PAIR, captured(buckets, range(layers)), dtype=dtype, **BY_HAND) as ready:
+        (server,), draw = ready.servers, random.Random(seed)
+        before = server.stats()
+        assert before["graphs"] == len(buckets) * layers and before["graph_bytes"] >= 0
+        assert before["capture_seconds"] > 0
+        for _ in range(80):
+            answered(ready, draw.randrange(LAYERS), draw.choice((0, 1, 2, 5, 16, 40, 64, 100, 128)))
+        after = server.stats()
+        assert after["items"] - before["items"] == 80
+        assert after["replayed"] - before["replayed"] > 10 and after["eager"] - before["eager"] > 10
+        assert sum(after["uses"].values()) == after["replayed"] and 0 < after["padding"] < 1
+        assert after["coverage"] == after["replayed"] / (after["replayed"] + after["eager"])
+
+
+def test_a_server_of_captured_experts_never_waits_for_the_device(
+    synchronising_is_an_error: Callable[[], None], seed: int
+) -> None:
+    with cluster(PAIR, captured((64, 256, 512))) as ready:
+        (window,), (server,) = ready.attention, ready.servers
+        modules = [harness.remote(window, layer) for layer in range(LAYERS)]
+        step = one_step(window, 100)
+        want = [oracle(*step, layer) for layer in range(LAYERS)]
+        for module in modules:  # allocates
+            module(*step)
+        harness.synchronize()
+        synchronising_is_an_error()
+        outs = [(layer, modules[layer](*step)) for _ in range(20) for layer in range(LAYERS)]
+        done = torch.cuda.current_stream().record_event()
+        until = time.monotonic() + 10
+        while not done.query():
+            assert time.monotonic() < until, "the server's loop has ended"
+            time.sleep(0.001)
+        torch.cuda.set_sync_debug_mode("default")
+        assert all(torch.equal(out, want[layer]) for layer, out in outs)
+        harness.synchronize()
+        assert server.stats()["eager"] == 0 and server.stats()["wait_us"]["count"] >= 4
+
+
+# In bfloat16 and float16 an answer does not depend on who else was in the batch, bit for bit.
+
+WEIGHTS: dict[str, Any] = dict(hidden=512, topk=4, tokens=128)
+
+
+def swiglu(window: afd_ops.Window) -> afd_ops.GroupedSwiGLU:
+    """Random experts, the same for the same layer and dtype."""
+    generator = torch.Generator().manual_seed(5)
+    owned = len(window.topology.experts_of(window.role_rank))
+    gate_up = [torch.randn(owned, 2 * 256, 512, generator=generator) / 23 for _ in range(2)]
+    down = [torch.randn(owned, 512, 256, generator=generator) / 16 for _ in range(2)]
+    place = [[w.to(window.heap.device, window.dtype) for w in weights] for weights in (gate_up, down)]
+    return afd_ops.GroupedSwiGLU(*place, limit=10.0)
+
+
+@pytest.mark.parametrize(("dtype", "graphs"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)])
+def test_an_answer_does_not_depend_on_who_else_is_in_the_batch(dtype: torch.dtype, graphs: bool, seed: int) -> None:
+    """Alone, with small and with large companions, in the smallest bucket that holds the item or in a larger one."""
+    topology = afd_ops.Topology(3, 1, 8)
+
+    def experts(window: afd_ops.Window) -> afd_ops.Experts:
+        if not graphs:
+            return swiglu(window)
+        made = captured_for(window, swiglu(window))
+        made.capture(range(2), (16, 64, 256, 1024, 1536))
+        return made
+
+    sizes = {**WEIGHTS, "dtype": dtype, "rows": 3 * 128 * 4, **BY_HAND}
+    with cluster(topology, experts, **sizes) as ready:
+        (server,) = ready.servers
+        modules = [harness.remote(window, 1) for window in ready.attention]
+
+        def answers(counts: tuple[int, ...]) -> Tensor:
+            """The first rank's, in an item with the others'."""
+            tickets = [
+                module.dispatch(*(t[:count] for t in step))
+                for module, step, count in zip(modules, steps, counts, strict=True)
+                if count >= 0
+            ]
+            harness.synchronize()
+            assert ready.answer() == [len(tickets)]
+            outs = [
+                module.combine(ticket, torch.zeros_like(step[0][: ticket.shape[0] - 1]))
+                for module, step, ticket in zip(modules, steps, tickets, strict=False)
+            ]
+            harness.synchronize()
+            for window in ready.attention:
+                window.check()
+            return outs[0]
+
+        for mine in (1, 3, 17, 64, 128):
+            steps = []
+            for window in ready.attention:
+                x, ids, weights, _ = one_step(window, 128)
+                steps.append((torch.randn_like(x), ids, torch.rand_like(weights)))
+            alone = answers((mine, -1, -1))
+            assert not alone.isnan().any() and alone.abs().max() > 0
+            for others in ((0, 0), (1, 0), (3, 40), (128, 1), (128, 128)):
+                assert torch.equal(alone, answers((mine, *others))), (mine, others)
+        assert (server.stats()["replayed"] > 0) == graphs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_a_graph_gives_what_the_same_experts_give_eagerly(dtype: torch.dtype, seed: int) -> None:
+    """Bit for bit, whatever the bucket."""
+    with harness.windows(PAIR, **WEIGHTS, dtype=dtype) as (_, window):
+        experts = swiglu(window)
+        made = captured_for(window, experts)
+        made.capture([0, 1], [32, 128, 512])
+        rows, scales, offsets = made.inputs.rows, made.inputs.scales, made.inputs.offsets
+        device = window.heap.device
+        with torch.inference_mode(), torch.cuda.device(device):
+            for layer in (0, 1):
+                for live in (1, 31, 32, 33, 100, 128, 129, 500, 512):
+                    rows.copy_(torch.randn(rows.shape, device=device))
+                    ends = torch.randint(0, live + 1, (offsets.shape[0],), device=device).sort().values
+                    ends[-1] = live
+                    offsets.copy_(ends)
+                    replayed = made.replay(layer, live)
+                    assert replayed is not None
+                    eager = experts(rows[:live], scales[:live], offsets, layer)
+                    assert torch.equal(replayed[:live], eager), (layer, live)
+                assert made.replay(layer, 513) is None and made.replay(7, 1) is None
+
+
+def test_graphs_keep_to_their_limit_and_outlive_a_window(seed: int) -> None:
+    made: list[afd_ops.CapturedExperts] = []
+
+    def first(window: afd_ops.Window) -> afd_ops.Experts:
+        made.append(captured_for(window, device_experts(window)))
+        made[0].capture(range(LAYERS), (16, 64, 512))
+        return made[0]
+
+    with cluster(PAIR, first, **BY_HAND) as ready:
+        for layer in range(LAYERS):
+            answered(ready, layer, 64)
+    (kept,) = made
+    with cluster(PAIR, lambda window: kept, **BY_HAND) as ready:  # as when a failed rank was restarted
+        for layer in range(LAYERS):
+            answered(ready, layer, 64)
+        assert ready.servers[0].stats()["eager"] == 0
+    assert kept.stats()["graphs"] == 3 * LAYERS
+
+    with harness.windows(PAIR, hidden=256, topk=4, tokens=128, dtype=torch.bfloat16) as (_, window):
+        free = captured_for(window, device_experts(window))
+        free.capture(range(LAYERS), (16, 512))
+        none = captured_for(window, device_experts(window), limit=0)
+        none.capture(range(LAYERS), (16, 512))
+        if free.nbytes > 0:  # the driver takes memory in large pieces
+            assert none.nbytes <= 0 or none.stats()["graphs"] == 0
+            assert none.stats()["graphs"] < free.stats()["graphs"]
+
+
+def test_four_ranks_and_two_stages_together_are_exact(seed: int) -> None:
+    """Batches of any composition, captured and eager, while every lane runs free."""
+    topology, turns, count = afd_ops.Topology(4, 1, 7), 60, 24
+    with cluster(topology, captured((64, 128, 512)), stages=2, rows=4 * 128 * 4) as ready:
+        lanes = [(window, stage) for window in ready.attention for stage in range(2)]
+        steps = [inputs(window, turns, count) for window, _ in lanes]
+        modules = [[harness.remote(w, layer, stage) for layer in range(LAYERS)] for w, stage in lanes]
+        wants = [
+            torch.stack([oracle(*(t[turn] for t in step), turn % LAYERS) for turn in range(turns)]) for step in steps
+        ]
+        outs: list[list[Tensor]] = [[] for _ in lanes]
+        harness.synchronize()
+        for turn in range(turns):
+            tickets = [
+                module[turn % LAYERS].dispatch(*(t[turn] for t in step[:3]))
+                for module, step in zip(modules, steps, strict=True)
+            ]
+            for out, module, step, ticket in zip(outs, modules, steps, tickets, strict=True):
+                out.append(module[turn % LAYERS].combine(ticket, step[3][turn]))
+            if turn % 4 == 3:
+                torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream().synchronize()
+        for window in ready.attention:
+            window.check()
+        for out, want in zip(outs, wants, strict=True):
+            assert torch.equal(torch.stack(out), want)
+        found = ready.servers[0].stats()
+        assert max(found["batch_sizes"]) > 1, found["batch_sizes"]
+        print("batch sizes", found["batch_sizes"], "coverage", found["coverage"])
