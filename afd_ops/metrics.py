@@ -132,6 +132,7 @@ def line(before: dict[str, Any], after: dict[str, Any], seconds: float) -> str:
 def printing(server: ExpertServer, file: TextIO, every: float = 1.0) -> Iterator[None]:
     """Meanwhile prints what the server does, a line every so many seconds; `regions` are rows per attention rank."""
     over, before = threading.Event(), server.stats()
+    name = f"ffn {server.window.role_rank}"
 
     def loop() -> None:
         nonlocal before
@@ -139,8 +140,8 @@ def printing(server: ExpertServer, file: TextIO, every: float = 1.0) -> Iterator
         while not over.wait(every):
             now = server.stats()
             if turn % 20 == 0:
-                print(HEADER, file=file)
-            print(line(before, now, every), file=file, flush=True)
+                print(" " * len(name) + HEADER, file=file)
+            print(name + line(before, now, every), file=file, flush=True)
             before, turn = now, turn + 1
 
     thread = threading.Thread(target=loop, name="afd_ops metrics", daemon=True)

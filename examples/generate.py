@@ -98,6 +98,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--deadline", type=float, default=300.0, metavar="S", help="longest wait for a rank")
     parser.add_argument("--check", action="store_true", help="compare with one process")
+    parser.add_argument("--metrics", action="store_true", help="what the FFN ranks do, a line per second")
     parser.add_argument("--swap-experts", action="store_true", help="exchange two experts: --check must say FAIL")
     args = parser.parse_args()
     for name in ("attention", "ffn", "new", "chunk"):
@@ -392,7 +393,9 @@ def main() -> int:
         if window.role == "attention":
             result = run_attention(args, build_attention(args, config, window), window)
         else:
-            afd_ops.ExpertServer(window, build_ffn(args, config, window)).run()
+            server = afd_ops.ExpertServer(window, build_ffn(args, config, window))
+            with afd_ops.metrics.printing(server, sys.stderr) if args.metrics else contextlib.nullcontext():
+                server.run()
         results = [json.loads(payload) for payload in bootstrap.all_gather(json.dumps(result))][: args.attention]
     passed = not args.check or all(r["passed"] for r in results)
     if rank == 0:

@@ -186,10 +186,10 @@ def test_metrics_are_printed_while_a_server_works(seed: int) -> None:
             while time.monotonic() < until:
                 answered(attention, server, (3, 3))
         header, *lines = text.getvalue().splitlines()
-        assert header == metrics.HEADER and 2 <= len(lines) <= 4
+        assert header == " " * 5 + metrics.HEADER and 2 <= len(lines) <= 4
         for said in lines:
-            rate, rows, slots, graphs, *_ = said.split()
-            assert int(rate) > 0 and int(rows) > 0 and slots == "2.00" and graphs == "0%"
+            *name, rate, rows, slots, graphs = said.split()[:6]
+            assert name == ["ffn", "0"] and int(rate) > 0 and int(rows) > 0 and slots == "2.00" and graphs == "0%"
 
 
 def test_prometheus_is_answered_on_request_and_its_absence_is_explained(
