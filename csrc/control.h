@@ -59,7 +59,7 @@ struct Control {
   Taken* taken;               // F [slots]
   int32_t* counts;            // F [slots, local_experts], of taken slots
   int32_t* first;             // F [slots, local_experts]: row of a taken slot's first choice of that expert in its item
-  int32_t cursor;             // F: slot the next arrive looks at first
+  int32_t cursor;             // F: where the next arrive begins: round x peers + region
   int32_t reserved;
   int32_t* region;       // [peers] Sticky, as this rank has acted on it
   int32_t* masked;       // A [peers]: this F rank is left out; nobody waits for it

@@ -903,25 +903,33 @@ class MailboxModel(Model[MailboxState]):
 
 @dataclass(frozen=True)
 class Batching:
-    """How an arrive chooses: from the cursor on, ready slots of the first one's layer, while their rows fit.
+    """How an arrive chooses: the first ready slot from the cursor on heads the item, others of its layer join while
+    their rows fit.
 
-    The next scan starts at the first ready slot that this one left behind, else behind the last slot taken. A
-    slot that is ready then waits for at most one item per other slot, ``patience``.
+    The next scan begins at the region behind the head's. The cursor counts regions on through the rounds, and in round
+    n a region's scan begins at its slot n. A region that has something ready then waits for at most one item per other
+    region, ``region_patience``, and a slot for at most one per other slot, ``patience``.
     """
 
-    stops_at_misfit: bool = True
-    """A slot that does not fit ends the scan. False: it is skipped for smaller ones behind it."""
-    other_layer_heads_next: bool = True
-    """A slot of another layer is passed over and heads the next item. False: the cursor moves on past it."""
-    first_left_behind_heads_next: bool = True
-    """Of a slot passed over and a later misfit, the first heads the next item. False: the misfit."""
-    cursor_rotates: bool = True
-    """False: every scan starts at slot 0."""
-    slots: int = 4
+    regions_take_turns: bool = True
+    """False: every scan begins at region 0."""
+    slots_take_turns: bool = True
+    """False: within a region every scan begins at its slot 0."""
+    rounds_are_counted_on: bool = True
+    """False: a scan that goes round keeps the round that it began in."""
+    behind_the_head: bool = True
+    """False: the next scan begins behind the last region taken."""
+    regions: int = 2
+    each: int = 2
     patience: int = 3
+    region_patience: int = 1
     capacity: int = 4
     rows: tuple[int, ...] = (1, 4)
     layers: tuple[int, ...] = (0, 1)
+
+    @property
+    def slots(self) -> int:
+        return self.regions * self.each
 
 
 class Arrival(NamedTuple):
@@ -933,10 +941,11 @@ class Arrival(NamedTuple):
 
 
 class BatchingState(NamedTuple):
-    """Where the next scan starts, and what is ready."""
+    """Where the next scan begins, what is ready, and how many items left without each region that had something."""
 
     cursor: int
     slots: tuple[Arrival | None, ...]
+    passed_over: tuple[int, ...]
 
 
 class BatchingModel(Model[BatchingState]):
@@ -946,55 +955,56 @@ class BatchingModel(Model[BatchingState]):
         self.batching = batching
 
     def initial(self) -> BatchingState:
-        return BatchingState(0, (None,) * self.batching.slots)
+        return BatchingState(0, (None,) * self.batching.slots, (0,) * self.batching.regions)
 
     def steps(self, state: BatchingState) -> Iterator[Step[BatchingState]]:
         for slot, arrival in enumerate(state.slots):
             if arrival is None:
                 for layer, rows in product(self.batching.layers, self.batching.rows):
                     slots = (*state.slots[:slot], Arrival(layer, rows), *state.slots[slot + 1 :])
-                    filled = BatchingState(state.cursor, slots)
-                    yield f"slot {slot} is ready: layer {layer}, {rows} rows", filled, None
+                    yield f"slot {slot} is ready: layer {layer}, {rows} rows", state._replace(slots=slots), None
         if any(state.slots):
             yield self._arrive(state)
 
     def _arrive(self, state: BatchingState) -> Step[BatchingState]:
+        batching = self.batching
         chosen, cursor = self._choose(state)
         slots = tuple(
             arrival._replace(passed_over=arrival.passed_over + 1) if arrival and slot not in chosen else None
             for slot, arrival in enumerate(state.slots)
         )
-        label = f"arrive takes slots {chosen}, the next scan starts at {cursor}"
-        if any(arrival is not None and arrival.passed_over > self.batching.patience for arrival in slots):
+        served = {slot // batching.each for slot in chosen}
+        passed_over = tuple(
+            count + 1 if any(slots[r * batching.each : (r + 1) * batching.each]) and r not in served else 0
+            for r, count in enumerate(state.passed_over)
+        )
+        label = f"arrive takes slots {chosen}, the next scan begins at {cursor}"
+        starved = any(arrival is not None and arrival.passed_over > batching.patience for arrival in slots)
+        if starved or max(passed_over) > batching.region_patience:
             return label, None, Kind.STARVED
-        return label, BatchingState(cursor, slots), None
+        return label, BatchingState(cursor, slots, passed_over), None
 
     def _choose(self, state: BatchingState) -> tuple[list[int], int]:
-        """The slots of the next item, and where the scan after it starts."""
+        """The slots of the next item, and where the scan after it begins."""
         batching = self.batching
         chosen: list[int] = []
-        other_layer, misfit = -1, -1
+        turns: list[int] = []
         layer, room = -1, batching.capacity
         for distance in range(batching.slots):
-            slot = (state.cursor + distance) % batching.slots
+            turn = state.cursor + distance // batching.each
+            region, round_ = turn % batching.regions, turn // batching.regions
+            if not batching.slots_take_turns:
+                round_ = 0
+            elif not batching.rounds_are_counted_on:
+                round_ = state.cursor // batching.regions
+            slot = region * batching.each + (round_ + distance) % batching.each
             arrival = state.slots[slot]
-            if arrival is None:
-                continue
-            if chosen and arrival.layer != layer:
-                other_layer = slot if other_layer < 0 else other_layer
-            elif arrival.rows <= room:
+            if arrival is not None and (not chosen or arrival.layer == layer) and arrival.rows <= room:
                 chosen.append(slot)
+                turns.append(turn)
                 layer, room = arrival.layer, room - arrival.rows
-            elif batching.stops_at_misfit:
-                misfit = slot
-                break
-        if not batching.cursor_rotates:
-            return chosen, 0
-        candidates = [other_layer if batching.other_layer_heads_next else -1, misfit]
-        if not batching.first_left_behind_heads_next:
-            candidates.reverse()
-        cursor = next((slot for slot in candidates if slot >= 0), (chosen[-1] + 1) % batching.slots)
-        return chosen, cursor
+        cursor = turns[0 if batching.behind_the_head else -1] + 1
+        return chosen, cursor % batching.slots if batching.regions_take_turns else 0
 
     def finished(self, state: BatchingState) -> bool:
         return False
@@ -1076,8 +1086,9 @@ AS_BUILT: Final = (
     Case("mailbox, N = 1", Mailbox(queued=1)),
     Case("mailbox, N = 2", Mailbox(queued=2)),
     Case("mailbox, N = 3", Mailbox(queued=3)),
-    Case("batching, 3 slots", Batching(slots=3, patience=2)),
-    Case("batching, 4 slots", Batching(slots=4, patience=3)),
+    Case("batching, 3 regions", Batching(regions=3, each=1, patience=2, region_patience=2)),
+    Case("batching, 3 slots", Batching(regions=1, each=3, patience=2, region_patience=0)),
+    Case("batching, 2 regions of 2", Batching()),
 )
 """The protocol as built, where the tests check it: no violation, and some run gets all its work done."""
 
@@ -1137,18 +1148,26 @@ MISTAKES: Final = (
     _mistake("mailbox_with_fewer_buffers", Mailbox(enough_buffers=False), "ROWS_OVERWRITTEN"),
     _mistake("mailbox_gated_on_read", Mailbox(launched_after_reply=False), "ROWS_OVERWRITTEN"),
     _mistake("mailbox_sequence_first", Mailbox(sequence_last=False), "ITEM_TORN"),
-    _mistake("batching_skips_a_misfit", Batching(stops_at_misfit=False, slots=3, patience=12), "STARVED"),
     _mistake(
-        "batching_forgets_another_layer",
-        Batching(other_layer_heads_next=False, slots=3, patience=12),
+        "batching_from_region_0",
+        Batching(regions_take_turns=False, each=1, patience=8, region_patience=8),
         "STARVED",
     ),
     _mistake(
-        "batching_prefers_the_misfit",
-        Batching(first_left_behind_heads_next=False, slots=3, patience=12),
+        "batching_from_slot_0",
+        Batching(slots_take_turns=False, regions=1, patience=8, region_patience=8),
         "STARVED",
     ),
-    _mistake("batching_from_slot_0", Batching(cursor_rotates=False, slots=3, patience=12), "STARVED"),
+    _mistake(
+        "batching_keeps_the_round",
+        Batching(rounds_are_counted_on=False, rows=(1,), patience=8, region_patience=8),
+        "STARVED",
+    ),
+    _mistake(
+        "batching_behind_the_last",
+        Batching(behind_the_head=False, regions=3, each=1, patience=8, region_patience=8),
+        "STARVED",
+    ),
 )
 """What the design warns of, each planted alone, in a small setting that shows it."""
 

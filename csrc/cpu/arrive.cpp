@@ -5,9 +5,10 @@
 //            error
 //   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
 //
-// Fairness: the scan starts at a cursor. The first ready slot gives the item its layer. A ready slot of another layer
-// is passed over, one whose rows do not fit ends the scan; the cursor stays at the first slot that was left behind, so
-// it heads the next item and no region starves.
+// Fairness: regions take turns, and within a region its slots. The first ready slot from the cursor on heads the item
+// and gives it its layer; others of that layer join while their rows fit, wherever they are. The next scan begins at
+// the region behind the head's. The cursor counts regions on through the rounds, and in round n a region's scan begins
+// at its slot n. So a region waits for at most one item per other region, and a slot for one per other slot.
 #include "kernels.h"
 #include "wait.h"
 
@@ -68,13 +69,14 @@ bool admit(Control& c, int64_t index, int32_t region, int32_t stage, int32_t rin
 
 // Fills the item with what is ready; returns the number of slots taken.
 int32_t choose(Control& c, int32_t* item) {
-  const int64_t slots = c.slots();
+  const int64_t slots = c.slots(), each = c.layout.slots_per_region;
+  const int64_t begin = c.cursor;
   int32_t count = 0;
-  int64_t rows = 0, cursor = c.cursor;
-  bool left_behind = false;
+  int64_t rows = 0;
   for (int64_t i = 0; i < slots; ++i) {
-    const int64_t index = (c.cursor + i) % slots;
-    const auto region = static_cast<int32_t>(index / c.layout.slots_per_region);
+    const int64_t place = begin + i / each;
+    const auto region = static_cast<int32_t>(place % c.peers);
+    const int64_t index = region * each + (place / c.peers + i) % each;
     if (c.region[region] != kAlive || c.taken[index].sequence >= 0) continue;
     const int32_t seen = flag(c.window, c.layout, index).load(std::memory_order_acquire);
     if (seen == kEmpty) continue;
@@ -88,12 +90,8 @@ int32_t choose(Control& c, int32_t* item) {
     if (!admit(c, index, region, stage, ring, h)) continue;
     Taken& taken = c.taken[index];
     const bool fits = count == 0 || rows + taken.routed <= c.rows;
-    if (count > 0 && (!fits || taken.layer != item[kItemLayer])) {
-      if (!left_behind) cursor = index;
-      left_behind = true;
-      if (!fits) break;
-      continue;
-    }
+    if (count > 0 && (!fits || taken.layer != item[kItemLayer])) continue;
+    if (count == 0) c.cursor = static_cast<int32_t>((place + 1) % slots);
     taken.sequence = h.sequence;
     taken.at = now_ns();
     afd::count(c.slots_taken[region], 1);
@@ -108,9 +106,7 @@ int32_t choose(Control& c, int32_t* item) {
     s[kItemSequenceHigh] = high(taken.sequence);
     s[kItemTokens] = taken.num_tokens;
     s[kItemRouted] = taken.routed;
-    if (!left_behind) cursor = (index + 1) % slots;
   }
-  c.cursor = static_cast<int32_t>(cursor);
   // Rows stand by expert, and within an expert in item order: slots that share an item are rebased into one order.
   int32_t row = 0;
   for (int32_t e = 0; e < c.local_experts(); ++e)

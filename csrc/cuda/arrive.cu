@@ -169,16 +169,16 @@ __global__ void __launch_bounds__(32)
   uint64_t free = 0;
   int32_t count = 0, layer = 0;
   int64_t rows = 0;
+  const uint32_t peers = static_cast<uint32_t>(c.peers);
   uint32_t next = cursor, strange_at = 0;
   int32_t strange = kEmpty;  // a flag word that this lane saw and nobody may have written
   int64_t since = 0;         // when a slot was first seen ready
   bool more = linger_ns > 0;
   for (uint32_t turn = 1; !__any_sync(kWarp, failed); ++turn) {
-    bool left_behind = false, stop = false;
     int32_t seen = 0;
-    for (uint32_t base = 0; base < slots && !stop; base += 32) {
-      uint32_t at = cursor + base + lane;
-      if (at >= slots) at -= slots;
+    for (uint32_t base = 0; base < slots; base += 32) {
+      const uint32_t place = cursor + (base + lane) / per_region, region = place % peers;
+      const uint32_t at = region * per_region + (place / peers + base + lane) % per_region;
       bool ready = false;
       if (base + lane < slots) {
         // taken first, then the flag: an answered slot must not be taken again (docs/protocol.md)
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(32)
         if (!open) open = load_acquire_gpu(&c.taken[at].sequence) < 0;
         if (open) {
           free |= mine;
-          const int32_t state = load_relaxed(&c.region[at / per_region]), sticky = peer_state(c, at / per_region);
+          const int32_t state = load_relaxed(&c.region[region]), sticky = peer_state(c, region);
           const int32_t flag = load_acquire(flag_of(c.window, c.layout, at));
           ready = flag == kReady && state == kAlive && sticky == kAlive;
           if (flag != kReady && flag != kEmpty) strange = flag, strange_at = at;
@@ -195,23 +195,19 @@ __global__ void __launch_bounds__(32)
       }
       uint32_t left = __ballot_sync(kWarp, ready);
       seen += __popc(left);
-      for (; !more && left != 0 && !stop; left &= left - 1) {
+      for (; !more && left != 0; left &= left - 1) {
         const int64_t index = __shfl_sync(kWarp, at, __ffs(static_cast<int>(left)) - 1);
+        const uint32_t head = __shfl_sync(kWarp, place, __ffs(static_cast<int>(left)) - 1);
         SlotHeader h;
         __syncwarp();  // the lane that acquired the flag may be another
         if (!admit(c, index, generation, m, h)) continue;
         const int32_t its_rows = __shfl_sync(kWarp, h.routed, 0), its_layer = __shfl_sync(kWarp, h.layer, 0);
         const bool fits = count == 0 || rows + its_rows <= c.rows;
-        if (count > 0 && (!fits || its_layer != layer)) {
-          if (!left_behind) next = static_cast<uint32_t>(index);
-          left_behind = true;
-          stop = !fits;
-          continue;
-        }
+        if (count > 0 && (!fits || its_layer != layer)) continue;
+        if (count == 0) next = (head + 1) % slots;
         layer = its_layer;
         rows += its_rows;
         take(c, index, h, count++, m, item);
-        if (!left_behind) next = index + 1 == slots ? 0 : static_cast<uint32_t>(index) + 1;
       }
     }
     if (count > 0) break;
