@@ -167,6 +167,8 @@ class ExpertServer:
                 except BaseException as error:
                     self._give_up(error, generation)
                     raise
+                if self.window.generation != generation:  # on a GPU the reply of a dropped item is no error
+                    raise AbortedError(f"window {self.window.id} was reset while its server ran")
                 if count == 0 and (self._drain.is_set() or _C.ALIVE not in _C.regions(self.window.id)):
                     break
         for record in self.window.errors():
