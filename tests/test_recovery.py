@@ -368,15 +368,17 @@ def test_a_rank_masked_in_mid_step_may_answer_late_and_nothing_takes_it() -> Non
             assert_degraded(window, 1)
 
 
+@on_every_device
 def test_masking_from_another_thread_ends_the_wait() -> None:
     topology = Topology(1, 2, 4)
     with served(topology, 0) as windows:
         window = windows[0]
-        module, (x, ids, weights, base) = RemoteExperts(LAYER).attach(window), random_step(topology, 8)
+        module, (x, ids, weights, base) = harness.remote(window, LAYER), random_step(topology, 8)
         ticket = module.dispatch(x, ids, weights)
         threading.Timer(0.1, window.mask, [1]).start()
         begin = time.monotonic()
         out = module.combine(ticket, base)
+        harness.synchronize()
         assert 0.09 < time.monotonic() - begin < AT_ONCE
         assert torch.equal(out, expected(topology, x, without(topology, ids, 1), weights, base))
 

@@ -58,8 +58,8 @@ __device__ void read_masked(const DeviceControl& c, uint32_t* skip) {
   }
 }
 
-// One F rank's reply flag, by one thread: true once it is there.
-__device__ bool await_flag(const DeviceControl& c, const Ticket& k, int32_t f, int64_t start) {
+// One F rank's reply flag, by one thread: true once it is there, or the rank was masked meanwhile.
+__device__ bool await_flag(const DeviceControl& c, const Ticket& k, int32_t f, int64_t start, uint32_t* skip) {
   const int32_t* flag = flag_of(c.window, c.layout, c.slot(f, k.stage, k.ring));
   bool late = false;
   int32_t seen;
@@ -67,6 +67,10 @@ __device__ bool await_flag(const DeviceControl& c, const Ticket& k, int32_t f, i
     if (turn % 16 != 0) continue;
     ErrorRecord r = error_at(Kind::Timeout, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
     if (has_failed(c)) return false;
+    if (load_relaxed(&c.masked[f]) != 0) {
+      atomicOr(&skip[f / 32], 1u << (f % 32));
+      return true;
+    }
     if (seen != kEmpty) {
       r.kind = static_cast<int32_t>(Kind::Protocol);
       r.field = static_cast<int32_t>(Field::flags);
@@ -95,11 +99,12 @@ __device__ bool await_flag(const DeviceControl& c, const Ticket& k, int32_t f, i
   return true;
 }
 
-// Every thread gets the same answer; the threads of the F ranks have acquired their flags.
-__device__ bool await_flags(const DeviceControl& c, const Ticket& k, const uint32_t* skip) {
+// Every thread gets the same answer; the threads of the F ranks have acquired their flags, or left them out.
+__device__ bool await_flags(const DeviceControl& c, const Ticket& k, uint32_t* skip) {
   const int64_t start = global_ns();
   bool ok = k.ok;
-  for (int32_t f = threadIdx.x; ok && f < c.peers; f += blockDim.x) ok = bit(skip, f) || await_flag(c, k, f, start);
+  for (int32_t f = threadIdx.x; ok && f < c.peers; f += blockDim.x)
+    ok = bit(skip, f) || await_flag(c, k, f, start, skip);
   return __syncthreads_and(ok);
 }
 
