@@ -44,7 +44,7 @@ class ItemBuffers:
 
     def first(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """The arguments of experts for an item of that many rows."""
-        return self.rows[:rows], self.scales[:rows], self.offsets
+        return self.rows[:rows], self.scales[:rows] if self.scales.numel() else self.scales, self.offsets
 
 
 @dataclass(frozen=True)

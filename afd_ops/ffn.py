@@ -123,7 +123,7 @@ class ExpertServer:
 
         items, rows; batch_sizes: items by the slots they held; row_counts: items by their rows, which `ladder` takes;
         replayed, eager: items whose experts were a graph or not, coverage: the share of graphs; wait_us, compute_us,
-        reply_us: a `metrics.Histogram` each (on a GPU of one item in 16); regions: per attention rank slots, rows and
+        reply_us: a `metrics.Histogram` each, of one item in 16; regions: per attention rank slots, rows and
         bytes_sent, since the window opened. With `CapturedExperts` also what its stats() say.
         """
         window, row_counts = self.window.stats(), self._row_counts.copy()
