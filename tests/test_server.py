@@ -122,7 +122,9 @@ def test_stats_count_items_rows_batches_times_and_regions(seed: int) -> None:
         assert found["rows"] == sum(region["rows"] for region in found["regions"]) == ffn.stats()["rows"]
         assert [region["slots"] for region in found["regions"]] == [turns + 1] * 2
         assert found["regions"][0]["rows"] > found["regions"][1]["rows"] > 0
-        assert [found[f"{phase}_us"]["count"] for phase in metrics.PHASES] == [3] * 3  # of 41 items the first of each 16
+        assert [found[f"{phase}_us"]["count"] for phase in metrics.PHASES] == [
+            3
+        ] * 3  # of 41 items the first of each 16
         assert all(found[f"{phase}_us"]["total"] > 0 for phase in metrics.PHASES)
         assert afd_ops.ladder(found["row_counts"], 64)[-1] <= 64
 
