@@ -842,18 +842,29 @@ else:
         else:
             window.check()
             assert torch.equal(out, want), layer
+bootstrap.timeout = heap._end.timeout = 3.0
+for together in (window.reset, heap.finalize):
+    begun = time.monotonic()
+    try:
+        together()
+    except afd_ops.BootstrapError as error:
+        assert f"for rank {1 - rank} " in str(error) or rank == 1 and "lost the store" in str(error), error  # its host
+        assert time.monotonic() - begun < 10.0
+        print("refused", together.__name__, error, flush=True)
 window.close()
 print("closed", flush=True)
-os._exit(0)  # giving NVSHMEM's memory back would wait for the dead
+os._exit(0)  # NVSHMEM's memory ends with the process
 """
 
 
 @pytest.mark.parametrize("victim", ["attention", "ffn"])
 def test_a_killed_process_is_named_by_the_one_that_waits_for_it(victim: str) -> None:
-    """kill -9 while the other waits in arrive, or in combine: a kernel that spins on a GPU of its own."""
+    """kill -9 while the other waits in arrive, or in combine: a kernel that spins on a GPU of its own. What NVSHMEM
+    could only do with all ranks is refused instead of waited for."""
     address, index = f"127.0.0.1:{harness.free_port()}", ("attention", "ffn").index(victim)
     outputs = run_scripts(LOST, ("0", address, victim), ("1", address, victim), seconds=90, killed=index)
     assert re.search(rf"^named rank {index} \({victim} 0\)", outputs[1 - index], re.MULTILINE), outputs
+    assert re.findall(r"^refused (\w+)", outputs[1 - index], re.MULTILINE) == ["reset", "finalize"], outputs
     assert "closed" in outputs[1 - index].split(), outputs
 
 

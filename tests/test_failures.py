@@ -1,6 +1,10 @@
-"""What every rank sees when one ends badly: each fault at each point, between processes over shared memory.
+"""What every rank sees when one ends badly: each fault at each point, between processes.
 
     python tests/test_failures.py [--rounds N] [--seed S]    the same with random victims, moments and delays
+    python tests/test_failures.py --device cuda [--jobs N] [--seconds S] [--out FILE]    each once over NVSHMEM
+
+Over shared memory every case has fresh processes. Over NVSHMEM, where those take seconds to start, only a case that
+ends a process has; the others share some, with a new window each.
 
 The parent leads its children to a named point and strikes one of them there: by its process id (kill, pauses), or by
 making it end itself (exit, leave, exception). Every wait is bounded. pytest is not imported, because each child loads
@@ -12,15 +16,18 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import itertools
+import json
 import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -48,12 +55,21 @@ POINTS = (BEFORE, BETWEEN, HELD, IDLE)
 ANYWHERE = "anywhere"  # not at a point, but at a random moment of ranks that run freely: soak only
 ARRIVE = "before arrive"
 
-DEADLINE = 2.0  # seconds; what ends earlier was not ended by it
-SHORT_DEADLINE = 1.2  # where the deadline is what ends a wait
+
+class Pace(NamedTuple):
+    """What is long and what is short on a kind of device, in seconds."""
+
+    deadline: float  # what ends earlier was not ended by it
+    short_deadline: float  # where the deadline is what ends a wait
+    patience: float  # for a child that should answer at once
+    life: float  # no child outlives this, whatever happens to its parent
+
+
+# On GPUs several processes share one, and a context takes seconds to build and to tear down.
+PACE = {"cpu": Pace(2.0, 1.2, 20.0, 100.0), "cuda": Pace(10.0, 2.5, 45.0, 300.0)}
+DEADLINE, _, PATIENCE, _ = PACE["cpu"]
 PAUSE = 0.4  # a fifth of the deadline
 SLACK = 3.0  # what a busy machine may add to a wait that has ended
-PATIENCE = 20.0  # for a child that should answer at once
-CHILD_SECONDS = 100.0  # no child outlives this, whatever happens to its parent
 
 TOPOLOGY = Topology(2, 2, 4)
 SIZES: dict[str, Any] = {**harness.SIZES, "stages": 2, "depth": 2, "deadline": DEADLINE}
@@ -96,9 +112,14 @@ class Outcome(NamedTuple):
 class Puppet:
     """One rank: does what its parent says, and stops at named points while the parent wants it to."""
 
-    def __init__(self, connection: Any, rank: int, topology: Topology, port: int, sizes: dict[str, Any]) -> None:
-        self.connection, self.rank, self.topology, self.sizes = connection, rank, topology, sizes
-        self.store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE))
+    def __init__(
+        self, connection: Any, rank: int, topology: Topology, port: int, sizes: dict[str, Any], pace: Pace
+    ) -> None:
+        self.connection, self.rank, self.topology, self.sizes, self.pace = connection, rank, topology, sizes, pace
+        self.store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=pace.patience))
+        self.heap: Any = None  # NVSHMEM's, from the first window on
+        self.graphs = False
+        self.lanes: dict[tuple[int, int, int], Lane] = {}
         self.windows: dict[str, Window] = {}
         self.name = ""
         self.stops: set[str] = set()
@@ -122,7 +143,7 @@ class Puppet:
             self.obey()
 
     def obey(self) -> None:
-        if not self.connection.poll(CHILD_SECONDS):
+        if not self.connection.poll(self.pace.life):
             raise EOFError
         command, args = self.connection.recv()
         if command == "exception":
@@ -157,15 +178,23 @@ class Puppet:
 
     # The window.
 
+    def prepare(self, graphs: bool, deadline: float) -> None:
+        """For the windows to come: whether ops are replayed from graphs, and how long they wait."""
+        self.graphs, self.sizes["deadline"], self.stops = graphs, deadline, set()
+
     def open(
         self, name: str, topology: Topology | None = None, rank: int | None = None, address: str = "", **sizes: Any
     ) -> int:
         topology, rank = topology or self.topology, self.rank if rank is None else rank
         if address:
-            bootstrap = Bootstrap.connect(address, rank, topology.world_size, name=name, timeout=PATIENCE / 2)
+            bootstrap = Bootstrap.connect(address, rank, topology.world_size, name=name, timeout=self.pace.patience / 2)
         else:
-            bootstrap = Bootstrap(self.store, rank, topology.world_size, name=name, timeout=PATIENCE / 2)
-        self.windows[name] = Window(topology, bootstrap, **{**self.sizes, **sizes})
+            bootstrap = Bootstrap(self.store, rank, topology.world_size, name=name, timeout=self.pace.patience / 2)
+        if harness.DEVICE != "cpu" and self.heap is None:
+            from afd_ops.heap.nvshmem import NvshmemHeap
+
+            self.heap = NvshmemHeap(bootstrap, harness.DEVICE)
+        self.windows[name] = Window(topology, bootstrap, heap=self.heap, **{**self.sizes, **sizes})
         self.use(name)
         harness.fill_with_nan(self.window)
         bootstrap.barrier()
@@ -196,6 +225,10 @@ class Puppet:
         for window in self.windows.values():
             window.close()
 
+    def finalize(self) -> None:
+        """Gives NVSHMEM's memory back, together with all ranks."""
+        self.heap.finalize()
+
     def leftovers(self) -> int:
         """Mappings and open files of the windows' shared memory."""
         links = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
@@ -206,14 +239,27 @@ class Puppet:
     def step(self, layer: int, stage: int, *stops: str) -> None:
         """One step of an engine, its result compared with the oracle."""
         self.stops = set(stops)
-        module, step = RemoteExperts(layer, stage).attach(self.window), random_step(self.window.topology, 6)
+        step = random_step(self.window.topology, 6)
         step[1][0] = torch.tensor([0, self.window.topology.num_experts - 1])  # something for the first and last
+        lane = self.lane(layer, stage, step)
         with self.window.step():
             self.reach(BEFORE)
-            ticket = module.dispatch(*step[:3])
-            self.reach(BETWEEN)
-            out = module.combine(ticket, step[3])
+            lane.dispatch(step)
+            try:
+                self.reach(BETWEEN)
+            except Boom:
+                if self.graphs:
+                    self.window.poison()  # step() does not know of what a replay has sent
+                raise
+            out = lane.combine(step)
         assert torch.equal(out, expected(self.window.topology, *step)), "not exact"
+
+    def lane(self, layer: int, stage: int, step: Sequence[Tensor]) -> Lane:
+        key = (self.window.id, layer, stage)
+        if key not in self.lanes:
+            kind = ReplayedLane if self.graphs else Lane
+            self.lanes[key] = kind(harness.remote(self.window, layer, stage), step)
+        return self.lanes[key]
 
     def steps(self, count: int, layer: int, stage: int) -> None:
         for _ in range(count):
@@ -237,7 +283,7 @@ class Puppet:
         return harness.experts_of(self.window.topology, self.window.role_rank)(rows, scales, offsets, layer)
 
     def serve(self) -> None:
-        self.server = Server(self)
+        self.server = ReplayedServer(self) if self.graphs else Server(self)
         self.server.run()
 
     def stop(self) -> None:
@@ -261,11 +307,98 @@ class Server(ExpertServer):
         return super().step()
 
 
-def _child(connection: Any, *args: Any) -> None:
-    faulthandler.dump_traceback_later(CHILD_SECONDS, exit=True, file=sys.__stderr__)
+class ReplayedServer(Server):
+    """The same with its ops in two graphs, so that HELD lies between their replays."""
+
+    def __init__(self, puppet: Puppet) -> None:
+        super().__init__(puppet)
+        window, (taken, answered) = self.window, (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+        rows, device = window.geometry.tokens * window.geometry.topk, window.heap.device
+        owned = torch.tensor([*window.topology.experts_of(window.role_rank), 0], device=device)
+        place = torch.arange(rows, dtype=torch.int32, device=device)
+
+        def experts(x: Tensor, offsets: Tensor) -> Tensor:
+            """harness.expert by offsets on the device."""
+            index = owned[torch.searchsorted(offsets, place, right=True)].unsqueeze(1)
+            return x * (index % 3 + 1) + index
+
+        experts(torch.zeros(rows, window.geometry.hidden, device=device), place[: owned.shape[0] - 1])
+        with torch.cuda.graph(taken):
+            self.item = torch.ops.afd.arrive(self.port, window.id)
+            x, _, offsets = torch.ops.afd.receive(self.item, self.port, window.id, rows)
+        with torch.cuda.graph(answered):
+            torch.ops.afd.reply(experts(x, offsets), self.item, self.port, window.id)
+        self.taken, self.answered, self.kept = taken, answered, (x, offsets, owned, place)
+
+    def step(self) -> int:
+        self.puppet.reach(ARRIVE)
+        self.taken.replay()
+        count, _, _ = self._read(self.item)
+        if count > 0:
+            self.puppet.reach(HELD)
+            self.answered.replay()
+        return count
+
+
+class Lane:
+    """The ops of one lane of an attention rank. On a GPU each has ended before the next point."""
+
+    def __init__(self, module: RemoteExperts, step: Sequence[Tensor]) -> None:
+        self.module = module
+        self.ticket: Tensor | None = None
+
+    def dispatch(self, step: Sequence[Tensor]) -> None:
+        self.ticket = self.module.dispatch(*step[:3])
+        settle(self.ticket)
+
+    def combine(self, step: Sequence[Tensor]) -> Tensor:
+        assert self.ticket is not None
+        out = self.module.combine(self.ticket, step[3])
+        settle(out)
+        return out
+
+
+class ReplayedLane(Lane):
+    """The same, each in a graph of its own, so that a fault can come between their replays."""
+
+    def __init__(self, module: RemoteExperts, step: Sequence[Tensor]) -> None:
+        super().__init__(module, step)
+        self.buffers = [t.clone() for t in step]
+        self.sent, self.answered = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.sent):
+            self.ticket = module.dispatch(*self.buffers[:3])
+        with torch.cuda.graph(self.answered):
+            self.out = module.combine(self.ticket, self.buffers[3])
+
+    def dispatch(self, step: Sequence[Tensor]) -> None:
+        for buffer, fresh in zip(self.buffers, step, strict=True):
+            buffer.copy_(fresh)
+        self.sent.replay()
+        settle(self.out)
+
+    def combine(self, step: Sequence[Tensor]) -> Tensor:
+        self.answered.replay()
+        settle(self.out)
+        return self.out
+
+
+def settle(t: Tensor) -> None:
+    if t.is_cuda:
+        torch.cuda.current_stream().synchronize()
+
+
+def _child(connection: Any, device: str, rank: int, topology: Topology, *args: Any) -> None:
+    pace = PACE[device]
+    faulthandler.dump_traceback_later(pace.life, exit=True, file=sys.__stderr__)
     torch.set_num_threads(1)
+    if device == "cuda":
+        harness.DEVICE = f"cuda:{rank * torch.cuda.device_count() // topology.world_size}"
+        torch.cuda.set_device(harness.DEVICE)
     with suppress(EOFError, ConnectionError):  # the parent has given up
-        Puppet(connection, *args).main()
+        puppet = Puppet(connection, rank, topology, *args, pace)
+        puppet.main()
+    if device == "cuda":
+        os._exit(0)  # giving back what NVSHMEM still holds would wait for the dead
 
 
 # The parent.
@@ -274,16 +407,17 @@ def _child(connection: Any, *args: Any) -> None:
 class Rank:
     """A child, as its parent sees it."""
 
-    def __init__(self, process: Any, connection: Any, topology: Topology, rank: int) -> None:
-        self.process, self.connection, self.rank = process, connection, rank
+    def __init__(self, process: Any, connection: Any, topology: Topology, rank: int, patience: float) -> None:
+        self.process, self.connection, self.rank, self.patience = process, connection, rank, patience
         self.role, self.role_rank, self.name = topology.role(rank), topology.role_rank(rank), topology.describe(rank)
         self.heard: list[tuple[str, Outcome]] = []
 
     def tell(self, command: str, *args: Any) -> None:
         self.connection.send((command, args))
 
-    def hear(self, command: str, timeout: float = PATIENCE) -> Outcome:
+    def hear(self, command: str, timeout: float | None = None) -> Outcome:
         """The outcome of a command that was told; what else the child says meanwhile is kept."""
+        timeout = self.patience if timeout is None else timeout
         deadline = time.monotonic() + timeout
         while True:
             for index, (said, outcome) in enumerate(self.heard):
@@ -323,8 +457,11 @@ class Rank:
 class Cluster:
     """A process per rank. At the end none is left, whatever happened."""
 
-    def __init__(self, topology: Topology = TOPOLOGY, **sizes: Any) -> None:
-        self.topology, self.sizes = topology, {**SIZES, **sizes}
+    def __init__(
+        self, topology: Topology = TOPOLOGY, *, device: str = "cpu", lasting: bool = False, **sizes: Any
+    ) -> None:
+        self.topology, self.sizes, self.device, self.pace = topology, {**SIZES, **sizes}, device, PACE[device]
+        self.lasting = lasting  # `end` leaves the processes: there are more windows to come
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank
         self.ranks: list[Rank] = []
         self.started: list[Rank] = []
@@ -337,7 +474,7 @@ class Cluster:
         for rank in self.started:
             if kind is not None or rank.process.exitcode is None:
                 rank.process.kill()
-            rank.process.join(PATIENCE)
+            rank.process.join(self.pace.patience)
             rank.connection.close()
         left = [rank.name for rank in self.started if Path(f"/proc/{rank.process.pid}").exists()]
         assert not left, f"still running: {left}"
@@ -346,11 +483,11 @@ class Cluster:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "afd_ops", "pytest"])  # what each child would load for itself
         ours, theirs = context.Pipe()
-        args = (theirs, rank, self.topology, self.store.port, self.sizes)
+        args = (theirs, self.device, rank, self.topology, self.store.port, self.sizes)
         process = context.Process(target=_child, args=args, daemon=True)
         process.start()
         theirs.close()
-        self.started.append(Rank(process, ours, self.topology, rank))
+        self.started.append(Rank(process, ours, self.topology, rank, self.pace.patience))
         return self.started[-1]
 
     @property
@@ -372,9 +509,16 @@ class Cluster:
         """These close what they have not closed, keep nothing, and end."""
         self.all("close", among=ranks)
         assert self.all("leftovers", among=ranks) == [0] * len(ranks), "shared memory is still mapped"
+        if self.lasting:
+            for rank in ranks:
+                rank.heard.clear()  # of points that were passed
+        else:
+            self.quit(ranks)
+
+    def quit(self, ranks: list[Rank]) -> None:
         self.all("quit", among=ranks)
         for rank in ranks:
-            rank.process.join(PATIENCE)
+            rank.process.join(self.pace.patience)
             assert rank.process.exitcode == 0, rank.name
 
 
@@ -386,7 +530,7 @@ RAISED = {
     "exit": ("PeerFailedError", "{}'s process ended without closing its window"),
     "leave": ("PeerLeftError", "{} closed its window"),
     "exception": ("PeerFailedError", "{} failed and poisoned this window"),
-    "long pause": ("PeerTimeoutError", "{} did not answer within 1.2 s"),
+    "long pause": ("PeerTimeoutError", "{} did not answer within {:g} s"),
 }
 LAYER, STAGE, WARM = 7, 1, 3  # WARM steps first, so that the step at hand has sequence 3, in ring 1
 
@@ -403,6 +547,9 @@ class Cell:
         self.ffn = [rank for rank in cluster.ffn if rank is not self.victim]
         self.paused = fault in ("pause", "long pause")
         self.waiting = self.struck = 0.0  # since when
+        self.noticed: list[float] = []  # seconds until a survivor knew
+        # A rank on a GPU learns how its peers are from its own kernels only.
+        self.told_by_kernels = cluster.device == "cuda"
 
     def play(self) -> None:
         self.lead()
@@ -451,7 +598,7 @@ class Cell:
         else:
             self.victim.tell(self.fault)
         if self.fault in ("kill", "exit", "leave"):
-            self.victim.process.join(PATIENCE)
+            self.victim.process.join(self.cluster.pace.patience)
             assert self.victim.process.exitcode == (-signal.SIGKILL if self.fault == "kill" else 0)
 
     def wake(self) -> None:
@@ -470,6 +617,7 @@ class Cell:
         """Whoever needed the victim knew within the deadline; by the deadline only if nothing else could tell it."""
         waited = at - (self.waiting or self.struck)
         least, most = (self.deadline, SLACK + self.deadline) if self.fault == "long pause" else (0.0, self.deadline)
+        self.noticed.append(round(waited, 3))
         assert 0.95 * least <= waited < most, f"after {waited:.2f} s"
 
     @property
@@ -510,7 +658,7 @@ class Cell:
             assert len(records) == failed, records
             for record in records:
                 assert (record["kind"] + "Error", record["peer"]) == (kind, self.victim.role_rank)
-                assert record["op"] == "arrive" and text.format(self.victim.name) in record["message"]
+                assert record["op"] == "arrive" and text.format(self.victim.name, self.deadline) in record["message"]
         self.cluster.all("steps", WARM, LAYER, STAGE, among=self.attention)
 
         self.cluster.end(self.attention)
@@ -573,7 +721,7 @@ class Cell:
                 assert (error.kind, error.op, error.peer) == ("PeerTimeoutError", "reply", 0), error
                 assert (error.layer, error.stage, error.ring, error.sequence) == (LAYER, STAGE, 1, WARM)
                 assert f"{self.cluster.attention[0].name} was not answered within {self.deadline} s" in error.text
-            else:
+            elif not (self.point == BEFORE and self.told_by_kernels):  # its kernel goes on, and may have taken the item
                 assert error.kind == "PeerFailedError" or self.point == ANYWHERE, error
             survivors.append(self.victim)
         self.cluster.end(survivors)
@@ -583,7 +731,7 @@ class Cell:
         if self.point == ANYWHERE:
             error, at = rank.error("free")
             assert error.op in ("dispatch", "combine", "host")
-        elif self.point == IDLE and self.fault != "leave":
+        elif self.point == IDLE and self.fault != "leave" and not self.told_by_kernels:
             while True:  # as an engine would, before it uses an output
                 rank.tell("check")
                 outcome = rank.hear("check")
@@ -593,18 +741,18 @@ class Cell:
             error, at = outcome.error, outcome.at
             assert (error.op, error.layer, error.stage, error.ring, error.sequence) == ("host", -1, -1, -1, -1)
         else:
-            if self.point == IDLE:  # a peer that left is missed by whoever needs it
+            if self.point == IDLE:  # a peer is missed by whoever needs it
                 rank.do("check")
                 rank.tell("step", LAYER, STAGE)
             error, at = rank.error("step")
             ops = {"combine"} if self.point in (BETWEEN, HELD) or self.fault == "long pause" else {"dispatch"}
-            if self.point == BEFORE and self.fault != "leave":
+            if self.point in (BEFORE, IDLE) and self.fault != "leave":
                 ops.add("combine")  # it hears a moment later
             assert error.op in ops, error
             assert (error.layer, error.stage, error.ring, error.sequence) == (LAYER, STAGE, 1, WARM), error
         kind, text = RAISED[self.fault]
         assert (error.kind, error.peer) == (kind, self.victim.role_rank), error
-        assert text.format(self.victim.name) in error.text
+        assert text.format(self.victim.name, self.deadline) in error.text
         self.in_time(at)
         rank.tell("step", LAYER, STAGE)  # it has stopped for good
         again, _ = rank.error("step")
@@ -623,20 +771,126 @@ def serving(**sizes: Any) -> Iterator[Cluster]:
 
 
 def strike(fault: str, role: str, point: str, victim: int, delay: float = 0.0) -> None:
-    with serving(deadline=SHORT_DEADLINE if fault == "long pause" else DEADLINE) as cluster:
+    with serving(deadline=deadline_of("cpu", fault)) as cluster:
         Cell(cluster, fault, role, point, victim, delay).play()
+
+
+def deadline_of(device: str, fault: str) -> float:
+    return PACE[device].short_deadline if fault == "long pause" else PACE[device].deadline
 
 
 CELLS = list(itertools.product(FAULTS, ("attention", "ffn"), POINTS))
 
+# On GPUs: (fault, role, point, whether both sides replay graphs).
+GpuCell = tuple[str, str, str, bool]
+ENDS_A_PROCESS = ("kill", "exit", "leave")
+
+
+def gpu_batches() -> list[list[GpuCell]]:
+    """The whole matrix, and kill at a random moment: what can share processes in few batches, the rest one by one."""
+    cells = [(*cell, graphs) for cell in CELLS for graphs in (False, True)]
+    cells += [("kill", role, ANYWHERE, graphs) for role in ("attention", "ffn") for graphs in (False, True)]
+    lasting = [cell for cell in cells if cell[0] not in ENDS_A_PROCESS]
+    return [*(lasting[n::4] for n in range(4)), *([cell] for cell in cells if cell[0] in ENDS_A_PROCESS)]
+
+
+# What the tests take of it.
+GPU_BATCHES: dict[str, list[GpuCell]] = {
+    "kill_attention": [("kill", "attention", HELD, True)],
+    "kill_ffn": [("kill", "ffn", HELD, True)],
+    "leave_ffn": [("leave", "ffn", BETWEEN, False)],
+    "survived": [
+        ("pause", "ffn", HELD, True),
+        ("long pause", "ffn", BETWEEN, True),
+        ("exception", "ffn", HELD, False),
+        ("exception", "attention", BETWEEN, True),
+        ("long pause", "attention", HELD, False),
+    ],
+}
+
+
+def strike_gpus(cells: Sequence[GpuCell], seed: int, report: Callable[..., None], until: float = float("inf")) -> None:
+    """Plays the cells in one set of processes, and in another after each that goes wrong.
+
+    Args:
+        report: called for each cell: (cell, seconds, seconds until each survivor knew, traceback or None); one that was
+            not begun before `until` took None seconds.
+    """
+    left, rng = list(cells), random.Random(repr((seed, cells)))
+    while left:
+        lasting = left[0][0] not in ENDS_A_PROCESS
+        cell: Cell | None = None
+        begin = time.monotonic()
+        if begin > until:
+            for unplayed in left:
+                report(unplayed, None, [], None)
+            return
+        try:
+            with Cluster(device="cuda", lasting=lasting) as cluster:
+                while left and time.monotonic() < until:
+                    begin, cell = time.monotonic(), None
+                    fault, role, point, graphs = left[0]
+                    cluster.sizes["deadline"] = deadline_of("cuda", fault)
+                    cluster.all("prepare", graphs, cluster.sizes["deadline"])
+                    cluster.all("open", f"afd {len(left)}")
+                    for rank in cluster.ffn:
+                        rank.tell("serve")
+                    cluster.all("steps", WARM, LAYER, STAGE, among=cluster.attention)
+                    cell = Cell(cluster, fault, role, point, rng.randrange(2), rng.choice((0.0, 0.001, 0.03)))
+                    cell.play()
+                    report(left.pop(0), time.monotonic() - begin, cell.noticed, None)
+                    if not lasting:
+                        break
+                if lasting:
+                    cluster.all("finalize")
+                    cluster.quit(cluster.ranks)
+        except Exception:
+            if not left:  # only the end went wrong
+                left = [(*cells[-1][:2], "the end of all ranks", cells[-1][3])]
+            report(left.pop(0), time.monotonic() - begin, cell.noticed if cell else [], traceback.format_exc())
+
+
+def gpu_memory() -> list[int]:
+    """MB in use on each GPU, by any process."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.check_output(command, text=True, timeout=30).split()]
+
+
+def memory_left(before: Sequence[int], seconds: float = 10.0) -> list[int]:
+    """MB more in use than before; waits a moment for the driver."""
+    deadline = time.monotonic() + seconds
+    while True:
+        more = [now - then for now, then in zip(gpu_memory(), before, strict=True)]
+        if max(more) <= 32 or time.monotonic() > deadline:
+            return more
+        time.sleep(0.2)
+
 
 def pytest_generate_tests(metafunc: Any) -> None:
+    if "batch" in metafunc.fixturenames:
+        from pytest import mark, param
+
+        metafunc.parametrize("batch", [param(name, marks=mark.gpu) for name in GPU_BATCHES])
     if "cell" in metafunc.fixturenames:
         metafunc.parametrize("cell", range(len(CELLS)), ids=[" ".join(cell).replace(" ", "_") for cell in CELLS])
 
 
 def test_whoever_needs_the_victim_says_so_in_time_and_the_others_carry_on(cell: int) -> None:
     strike(*CELLS[cell], victim=(cell + cell // 4) % 2)
+
+
+def test_between_gpus_the_same_and_no_memory_stays(batch: str, seed: int) -> None:
+    """A part of what `--device cuda` plays: NVSHMEM takes its time to start."""
+    before, wrong = gpu_memory(), []
+
+    def report(cell: GpuCell, seconds: float | None, noticed: list[float], failure: str | None) -> None:
+        print(cell, seconds, noticed)
+        if failure:
+            wrong.append(f"{cell}:\n{failure}")
+
+    strike_gpus(GPU_BATCHES[batch], seed, report)
+    assert not wrong, "\n".join(wrong)
+    assert max(memory_left(before)) <= 32
 
 
 def test_all_attention_ranks_die_and_the_servers_end() -> None:
@@ -729,17 +983,21 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def dev_shm() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
 _before: set[str] = set()
 
 
 def setup_module() -> None:
-    _before.update(entry.name for entry in Path("/dev/shm").iterdir())
+    _before.update(dev_shm())
 
 
 def teardown_module() -> None:
     """Nothing with a name stays behind; others on this machine may use /dev/shm for a moment."""
     deadline = time.monotonic() + SLACK
-    while left := {entry.name for entry in Path("/dev/shm").iterdir()} - _before:
+    while left := dev_shm() - _before:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
@@ -762,15 +1020,54 @@ def soak(rounds: int, seed: int) -> int:
     return wrong
 
 
+def soak_gpus(seed: int, jobs: int, seconds: float, out: Path | None) -> int:
+    """Every batch once, `jobs` at a time; what came out is on disk after every cell. Returns how many went wrong."""
+    begin, lock, before, names = time.monotonic(), threading.Lock(), gpu_memory(), dev_shm()
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"seed": seed, "torch": torch.__version__, "memory_before_mb": before, "rows": rows}
+
+    def report(cell: GpuCell, took: float | None, noticed: list[float], failure: str | None) -> None:
+        fault, role, point, graphs = cell
+        row = {"fault": fault, "role": role, "point": point, "graphs": graphs, "noticed_s": noticed}
+        said = "not run" if took is None else "wrong" if failure else "held"
+        with lock:
+            rows.append(row | {"result": said, "seconds": took and round(took, 1), "failure": failure})
+            print(f"{time.monotonic() - begin:6.1f} s  {said:8s} {cell}, noticed after {noticed} s", flush=True)
+            if failure:
+                print(failure, flush=True)
+            if out:
+                out.write_text(json.dumps(result, indent=1) + "\n")
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(lambda batch: strike_gpus(batch, seed, report, begin + seconds), gpu_batches()):
+            pass
+    result["memory_left_mb"] = memory_left(before)
+    result["dev_shm_left"] = sorted(dev_shm() - names)
+    result["seconds"] = round(time.monotonic() - begin, 1)
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    wrong = sum(row["result"] == "wrong" for row in rows)
+    counts = {said: sum(row["result"] == said for row in rows) for said in ("held", "wrong", "not run")}
+    print(f"{counts}; MB left on GPUs: {result['memory_left_mb']}; left in /dev/shm: {result['dev_shm_left']}")
+    return wrong + (max(result["memory_left_mb"]) > 32)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    parser.add_argument("--device", choices=PACE, default="cpu")
+    parser.add_argument("--jobs", type=int, default=4, help="cuda: sets of processes at a time")
+    parser.add_argument("--seconds", type=float, default=540.0, help="cuda: no case begins later")
+    parser.add_argument("--out", type=Path, help="cuda: result file")
     args = parser.parse_args()
     print(f"faults of {Path(afd_ops.__file__).parent} with seed {args.seed}", flush=True)
     import test_failures  # children find what they run by this name, not by __main__
 
-    wrong = test_failures.soak(args.rounds, args.seed)
+    if args.device == "cpu":
+        wrong = test_failures.soak(args.rounds, args.seed)
+    else:
+        wrong = test_failures.soak_gpus(args.seed, args.jobs, args.seconds, args.out)
     print("FAIL" if wrong else "PASS")
     return 1 if wrong else 0
 

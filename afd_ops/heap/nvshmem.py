@@ -90,6 +90,14 @@ class NvshmemHeap:
         torch.cuda.set_device(self.device)
         self.core = _import("nvshmem.core")
         self._segments: list[torch.Tensor] = []
+        # A group of its own: windows use the other one, and not all ranks as often once one has failed.
+        self._end = Bootstrap(
+            bootstrap.store,
+            bootstrap.rank,
+            bootstrap.world_size,
+            name=f"{bootstrap.name}/nvshmem",
+            timeout=bootstrap.timeout,
+        )
         empty = self._load()
         self._owner = int(self.core.init_status()) < INITIALIZED
         if self._owner:
@@ -111,8 +119,15 @@ class NvshmemHeap:
         return NvshmemSegment(self, nbytes)
 
     def finalize(self) -> None:
-        """Collective: gives all symmetric memory back, and ends NVSHMEM if this heap began it. May be called twice."""
+        """Collective: gives all symmetric memory back, and ends NVSHMEM if this heap began it. May be called twice.
+
+        Raises:
+            BootstrapError: a rank did not come; names it. NVSHMEM would have waited for it without end, so nothing was
+                given back: what is left is to end the process.
+        """
         torch.cuda.synchronize(self.device)
+        if self._segments or self._owner:
+            self._end.barrier()
         while self._segments:
             self.core.free_tensor(self._segments.pop())
         if self._owner:
