@@ -2,7 +2,10 @@
 
 The library has no test-only branch; a mutant is the library with a few lines exchanged, built beside it. x86 hardware
 keeps stores in order, so a weakened release is planted as what it would allow elsewhere: the flag lands a moment before
-the last of the data.
+the last of the data. A GPU does not: there each weakening is planted as such, too, and one that the hardware at hand
+forgives is no fault of the stress test.
+
+    python tests/mutants.py FOLDER    builds the CUDA mutants, each in a folder of its number; needs nvcc, but no GPU
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ class Mutant:
     name: str
     file: str
     edits: tuple[tuple[str, str], ...]  # (text that must stand there once, what replaces it)
+    forgiven: bool = False  # no order that the hardware must break
 
 
 MOMENT = "    for (const int64_t until = now_ns() + 20'000; now_ns() < until;) {\n    }\n"
@@ -78,8 +82,89 @@ MUTANTS = (
 )
 
 
-def build(mutant: Mutant, folder: Path) -> Path:
+DISPATCH_PUBLISH = """      if (!bit(skip, f)) store_release(flag_of(peer_window(c, f), c.layout, flight.slot), kReady);
+"""
+DISPATCH_LAST = "  bool spoiled;\n  const int64_t stage = flight.lane.stage < 0"
+GPU_REPLY_RESET = """  store_relaxed(flag_of(c.window, c.layout, at.slot), kEmpty);
+  c.taken[at.slot].sequence = -1;
+"""
+GPU_REPLY_FLAG = (
+    "  store_release(flag_of(peer_window(c, at.region), c.layout, c.slot(c.role_rank, at.stage, at.ring)), kReady);\n"
+)
+GPU_MOMENT = "  for (const int64_t until = global_ns() + 20'000; global_ns() < until;) {\n  }\n"
+GPU_AWAIT = "  bool late = false;\n  int32_t seen;\n"
+
+CUDA_MUTANTS = (
+    Mutant(
+        "dispatch's flag is stored by its plan CTA, while others still copy",
+        "csrc/cuda/dispatch.cu",
+        (
+            (DISPATCH_PUBLISH, "      {\n      }\n"),
+            (
+                DISPATCH_LAST,
+                """  if (blockIdx.x == 0) {
+    __syncthreads();
+    for (int32_t f = threadIdx.x; flight.ok && f < c.peers; f += blockDim.x)
+      if (!bit(skip, f)) store_release(flag_of(peer_window(c, f), c.layout, flight.slot), kReady);
+  }
+"""
+                + DISPATCH_LAST,
+            ),
+        ),
+    ),
+    Mutant(
+        "reply publishes first and resets the dispatch flag after",
+        "csrc/cuda/reply.cu",
+        ((GPU_REPLY_RESET, ""), (GPU_REPLY_FLAG, GPU_REPLY_FLAG + GPU_MOMENT + GPU_REPLY_RESET)),
+    ),
+    Mutant(
+        "combine resets a reply flag before it waits for it",
+        "csrc/cuda/combine.cu",
+        (
+            (
+                GPU_AWAIT,
+                "  store_relaxed(flag_of(c.window, c.layout, c.slot(f, k.stage, k.ring)), kEmpty);\n" + GPU_AWAIT,
+            ),
+        ),
+    ),
+    Mutant(
+        "dispatch's flag is stored without release",
+        "csrc/cuda/dispatch.cu",
+        ((DISPATCH_PUBLISH, DISPATCH_PUBLISH.replace("store_release", "store_relaxed")),),
+        forgiven=True,
+    ),
+    Mutant(
+        "reply's flag is stored without release",
+        "csrc/cuda/reply.cu",
+        ((GPU_REPLY_FLAG, GPU_REPLY_FLAG.replace("store_release", "store_relaxed")),),
+        forgiven=True,
+    ),
+    Mutant(
+        "flags are released to the GPU, not to the system",
+        "csrc/cuda/device.cuh",
+        (("st.release.sys.global.s32", "st.release.gpu.global.s32"),),
+        forgiven=True,
+    ),
+    Mutant(
+        "CTAs count themselves done without release and acquire",
+        "csrc/cuda/device.cuh",
+        (("atom.add.acq_rel.gpu.global.u32", "atom.add.relaxed.gpu.global.u32"),),
+        forgiven=True,
+    ),
+    Mutant(
+        "flags are read without acquire",
+        "csrc/cuda/device.cuh",
+        (("ld.acquire.sys.global.s32", "ld.relaxed.sys.global.s32"),),
+        forgiven=True,
+    ),
+)
+
+
+def build(mutant: Mutant, folder: Path, **settings: str) -> Path:
     """A copy of the package with the mistake in it, compiled in place; for PYTHONPATH.
+
+    Args:
+        settings: variables of the build's environment.
 
     Raises:
         AssertionError: the text to exchange does not stand in the source exactly once: the mutant must be kept up.
@@ -95,7 +180,7 @@ def build(mutant: Mutant, folder: Path) -> Path:
         assert text.count(old) == 1, f"{mutant.name}: {mutant.file} holds {text.count(old)} x {old!r}"
         text = text.replace(old, new)
     source.write_text(text)
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | settings
     subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
         cwd=folder,
@@ -104,3 +189,19 @@ def build(mutant: Mutant, folder: Path) -> Path:
         capture_output=True,
     )
     return folder
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    for index, mutant in enumerate(CUDA_MUTANTS):
+        place = root / str(index)
+        shutil.rmtree(place, ignore_errors=True)
+        build(mutant, place, AFD_CUDA="1", TORCH_CUDA_ARCH_LIST=os.environ.get("TORCH_CUDA_ARCH_LIST", "9.0"))
+        shutil.rmtree(place / "build")
+        for library in (place / "afd_ops").glob("*.so"):
+            subprocess.run(["strip", "--strip-debug", str(library)], check=True)
+        print(f"{place}: {mutant.name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

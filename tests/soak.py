@@ -1,15 +1,18 @@
 """Stress: chained round trips between processes, every row compared with ==, memory flat; then the planted mistakes.
 
     python tests/soak.py [--pairs N] [--attention A] [--ffn F] [--seed S] [--no-mutants]
+    python tests/soak.py --device cuda [--seconds S] [--seed S] [--brief] [--mutants FOLDER] [--out FILE]
 
 Payloads are small integers, so that sums are exact in any order. Each step's input depends on the output before. Token
 counts, routing, lanes and delays are random; the seed is printed. Exit status 0: the library held and every mutant was
-caught.
+caught. On GPUs (tests/soak_gpu.py) the mutants are those that `python tests/mutants.py FOLDER` has built; the file says
+of each whether it was caught, and no more is asked of those that the hardware may forgive.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import subprocess
@@ -21,7 +24,7 @@ from typing import Any
 
 import harness
 import torch
-from mutants import MUTANTS, build
+from mutants import CUDA_MUTANTS, MUTANTS, build
 from torch import Tensor
 
 import afd_ops
@@ -96,6 +99,54 @@ def soak_ffn(topology: afd_ops.Topology, window: afd_ops.Window, rng: random.Ran
     return {"pairs": 0, "grown_mb": resident_mb() - before, **window.stats()}
 
 
+def on_gpus(args: argparse.Namespace) -> int:
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before any process looks at a GPU
+    import soak_gpu
+
+    phases = soak_gpu.BRIEF if args.brief else soak_gpu.PHASES
+    with tempfile.TemporaryDirectory() as folder:
+        rows = soak_gpu.soak(phases, args.seed, args.seconds, Path(folder) / "rows.json")
+    result = soak_gpu.summary(rows, phases, args.seed)
+    ok = result["held"]
+    write(args.out, result)
+    print(
+        f"{result['pairs']} pairs in {result['seconds']} s; rate of wrong ones below {result['rate_below']} with 95 %"
+    )
+    result["mutants"] = []
+    for index, mutant in enumerate(CUDA_MUTANTS if args.mutants else ()):
+        begin = time.monotonic()
+        place = (args.mutants / str(index)).resolve()
+        command = [sys.executable, __file__, "--device", "cuda", "--brief", "--seconds", "10", "--seed", str(args.seed)]
+        try:
+            run = subprocess.run(
+                command,
+                env={**os.environ, "PYTHONPATH": str(place)},
+                capture_output=True,
+                text=True,
+                cwd=place,
+                timeout=90,
+            )
+            code, said, told = run.returncode, run.stdout, run.stderr
+        except subprocess.TimeoutExpired:
+            code, said, told = 1, str(place), "no end: an error"
+        assert str(place) in said, f"the mutant was not what ran:\n{told}"
+        symptoms = [line for line in said.splitlines() if "rror: " in line] or told.splitlines() or ["none"]
+        caught = code != 0
+        row = {"mutant": mutant.name, "forgiven": mutant.forgiven, "caught": caught, "symptom": symptoms[-1][:300]}
+        result["mutants"].append(row | {"seconds": round(time.monotonic() - begin, 1)})
+        verdict = "caught" if caught else "MISSED, as hardware may" if mutant.forgiven else "MISSED"
+        print(f"{verdict}: {mutant.name}: {row['symptom'] if caught else ''}", flush=True)
+        ok = ok and (caught or mutant.forgiven)
+        write(args.out, result)
+    print("PASS" if ok else "FAIL")
+    return 0 if ok else 1
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--pairs", type=int, default=100_000, help="round trips, all attention ranks together")
@@ -103,9 +154,16 @@ def main() -> int:
     parser.add_argument("--ffn", type=int, default=2)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     parser.add_argument("--no-mutants", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seconds", type=float, default=120.0, help="cuda: of the phases that have no number of pairs")
+    parser.add_argument("--brief", action="store_true", help="cuda: the few phases that mutants get")
+    parser.add_argument("--mutants", type=Path, help="cuda: folder of the built mutants")
+    parser.add_argument("--out", type=Path, help="cuda: result file")
     args = parser.parse_args()
     print(f"soak of {Path(afd_ops.__file__).parent} with seed {args.seed}", flush=True)
 
+    if args.device == "cuda":
+        return on_gpus(args)
     topology = afd_ops.Topology(args.attention, args.ffn, EXPERTS)
     sizes = dict(hidden=HIDDEN, topk=TOPK, tokens=TOKENS, dtype=torch.float32, stages=2, depth=2, deadline=5.0)
     start = time.monotonic()

@@ -378,6 +378,105 @@ def test_ops_run_on_the_current_stream_in_event_order(seed: int) -> None:
         assert torch.equal(out, want)
 
 
+def filling(device: torch.device) -> Callable[[torch.cuda.Stream, int], torch.cuda.Event]:
+    """Launches so many matrix products, each of which fills every multiprocessor for about a millisecond."""
+    a = torch.ones(8192, 8192, device=device, dtype=torch.bfloat16)
+    out = torch.mm(a, a)
+    torch.cuda.synchronize(device)
+
+    def fill(stream: torch.cuda.Stream, count: int) -> torch.cuda.Event:
+        with torch.cuda.stream(stream):
+            for _ in range(count):
+                torch.mm(a, a, out=out)
+            return stream.record_event(torch.cuda.Event(enable_timing=True))
+
+    return fill
+
+
+@pytest.mark.parametrize("count", [FUSED, SPLIT])
+def test_a_wait_and_work_that_fills_the_gpu_do_not_hold_each_other_up(
+    count: int, seed: int, record_property: Callable[[str, object], None]
+) -> None:
+    """faults: CTAs that wait keep other work off the GPU; a round trip gets its turn when all other work is over."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    with cluster(PAIR, **BY_HAND) as ready:
+        (window,), (ffn,) = ready.attention, ready.ffn
+        module, step = harness.remote(window, 1), one_step(window, count)
+        want, device = oracle(*step, 1), window.heap.device
+        side, fill = harness.independent_stream(device), filling(device)
+        with torch.cuda.stream(ready.streams[0]):
+            there, fill_there = harness.independent_stream(ffn.heap.device), filling(ffn.heap.device)
+
+        def milliseconds() -> float:
+            begin = side.record_event(torch.cuda.Event(enable_timing=True))
+            end = fill(side, 30)
+            end.synchronize()
+            return begin.elapsed_time(end)
+
+        milliseconds()
+        alone = milliseconds()
+        ticket = module.dispatch(*step[:3])
+        out = module.combine(ticket, step[3])
+        beside = milliseconds()
+        assert not torch.cuda.current_stream().query(), "combine does not wait"
+        assert ready.answer() == [1]
+        torch.cuda.current_stream().synchronize()
+        window.check()
+        assert torch.equal(out, want)
+        assert beside < 1.5 * alone, (beside, alone)
+
+        work = [fill(side, 400), fill_there(there, 400)]
+        begun = time.monotonic()
+        ticket = module.dispatch(*step[:3])
+        assert ready.answer() == [1]
+        out = module.combine(ticket, step[3])
+        torch.cuda.current_stream().synchronize()
+        took = time.monotonic() - begun
+        assert not any(event.query() for event in work), "the round trip waited for all other work"
+        harness.synchronize()
+        window.check()
+        assert torch.equal(out, want)
+        record_property("beside_alone_ms", (beside, alone))
+        print(f"work of {alone:.1f} ms alone takes {beside:.1f} beside a wait; a round trip inside it {took * 1e3:.1f}")
+
+
+@pytest.mark.parametrize("count", [FUSED, SPLIT])
+def test_two_ubatches_with_work_between_are_exact(count: int, seed: int) -> None:
+    """Each lane's wait has the other's dispatch and compute before it, in one graph on one stream."""
+    turns = 50
+    with cluster(afd_ops.Topology(1, 2, 7), stages=2) as ready:
+        (window,) = ready.attention
+        modules = [harness.remote(window, stage, stage) for stage in range(2)]
+        steps = [inputs(window, turns, count) for _ in range(2)]
+        want = [oracle(*steps[stage], stage) for stage in range(2)]
+        outs, buffers = [nans_like(lane[3]) for lane in steps], [[t[0].clone() for t in lane] for lane in steps]
+        a = torch.ones(2048, 2048, device=window.heap.device, dtype=torch.bfloat16)
+        torch.mm(a, a)
+        graph, answers = torch.cuda.CUDAGraph(), []
+        with capturing(graph, torch.cuda.current_stream()):
+            tickets = []
+            for module, lane in zip(modules, buffers, strict=True):
+                tickets.append(module.dispatch(*lane[:3]))
+                torch.mm(a, a)
+            for module, ticket, lane in zip(modules, tickets, buffers, strict=True):
+                answers.append(module.combine(ticket, lane[3]))
+                torch.mm(a, a)
+        torch.cuda.synchronize()
+        for turn in range(turns):
+            for lane, fresh in zip(buffers, steps, strict=True):
+                for buffer, stacked in zip(lane, fresh, strict=True):
+                    buffer.copy_(stacked[turn])
+            graph.replay()
+            for out, answer in zip(outs, answers, strict=True):
+                out[turn].copy_(answer)
+            if turn % 8 == 7:
+                torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream().synchronize()
+        window.check()
+        assert [differing(outs[stage], want[stage]) for stage in range(2)] == [[], []]
+
+
 def test_deterministic_algorithms_change_no_result(seed: int) -> None:
     """torch then fills fresh tensors with NaN, between the allocation and our kernels and inside a capture, too."""
     torch.use_deterministic_algorithms(True)
