@@ -160,26 +160,31 @@ CUDA_MUTANTS = (
 )
 
 
+def planted(mutant: Mutant) -> str:
+    """The source file with the mistake in it.
+
+    Raises:
+        AssertionError: the text to exchange does not stand in the source exactly once: the mutant must be kept up.
+    """
+    text = (ROOT / mutant.file).read_text()
+    for old, new in mutant.edits:
+        assert text.count(old) == 1, f"{mutant.name}: {mutant.file} holds {text.count(old)} x {old!r}"
+        text = text.replace(old, new)
+    return text
+
+
 def build(mutant: Mutant, folder: Path, **settings: str) -> Path:
     """A copy of the package with the mistake in it, compiled in place; for PYTHONPATH.
 
     Args:
         settings: variables of the build's environment.
-
-    Raises:
-        AssertionError: the text to exchange does not stand in the source exactly once: the mutant must be kept up.
     """
     for name in ("afd_ops", "csrc"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, folder / name)
-    source = folder / mutant.file
-    text = source.read_text()
-    for old, new in mutant.edits:
-        assert text.count(old) == 1, f"{mutant.name}: {mutant.file} holds {text.count(old)} x {old!r}"
-        text = text.replace(old, new)
-    source.write_text(text)
+    (folder / mutant.file).write_text(planted(mutant))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | settings
     subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],

@@ -39,7 +39,8 @@ SETTLED = 1000  # turns after which memory is flat
 DEADLINE = 5.0  # seconds
 MOST_TOKENS = 1024
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-LOCK = threading.Lock()  # of preparations: while one thread captures, no other may draw random numbers
+# Of preparations: while one thread captures, no other may draw random numbers or synchronise the device.
+LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -299,39 +300,36 @@ def serve(window: afd_ops.Window, phase: Phase, seed: int, ready: Callable[[], o
     device = window.heap.device
     torch.cuda.set_device(device)
     stream = torch.cuda.Stream(device)
+
+    def pause(chance: float) -> None:
+        if rng.random() < chance:
+            torch.cuda._sleep(rng.choice((2_000, 20_000, 200_000)))
+
+    def slow(rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
+        pause(0.1)
+        return experts(rows, scales, offsets, layer)
+
+    def capture(chance: float) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph, stream):
+            for _ in range(SERVED):
+                item = torch.ops.afd.arrive(port, window.id)
+                pause(chance)
+                received = torch.ops.afd.receive(item, port, window.id, MOST_TOKENS * TOPK)
+                pause(chance)
+                torch.ops.afd.reply(experts(*received, item[0, _C.ITEM_LAYER]), item, port, window.id)
+                pause(chance)
+        return graph
+
     with torch.cuda.stream(stream), torch.inference_mode():
         with LOCK:
             experts, port = experts_on_device(window), window.port()
-        if not phase.replayed_server:
-
-            def slow(rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
-                if rng.random() < 0.1:
-                    torch.cuda._sleep(rng.choice((2_000, 20_000, 200_000)))
-                return experts(rows, scales, offsets, layer)
-
+            graphs = [capture(chance) for chance in (0.0, 0.0, 0.3)] if phase.replayed_server else []
             torch.cuda.synchronize()
-            ready()
+        ready()
+        if not graphs:
             afd_ops.ExpertServer(window, slow).run()
             return window.stats()
-
-        def pause(chance: float) -> None:
-            if rng.random() < chance:
-                torch.cuda._sleep(rng.choice((2_000, 20_000, 200_000)))
-
-        graphs = []
-        for chance in (0.0, 0.0, 0.3):
-            graph = torch.cuda.CUDAGraph()
-            with LOCK, capturing(graph, stream):
-                for _ in range(SERVED):
-                    item = torch.ops.afd.arrive(port, window.id)
-                    pause(chance)
-                    received = torch.ops.afd.receive(item, port, window.id, MOST_TOKENS * TOPK)
-                    pause(chance)
-                    torch.ops.afd.reply(experts(*received, item[0, _C.ITEM_LAYER]), item, port, window.id)
-                    pause(chance)
-            graphs.append(graph)
-        torch.cuda.synchronize()
-        ready()
         launched: list[torch.cuda.Event] = []
         while _C.ALIVE in _C.regions(window.id):
             rng.choice(graphs).replay()
@@ -357,7 +355,6 @@ def run_local(phase: Phase, seed: int, seconds: float) -> list[dict[str, Any]]:
 
     def run(index: int, window: afd_ops.Window) -> None:
         try:
-            harness.fill_with_nan(window)
             if window.role == "attention":
                 results[index] = attend(window, phase, seed, seconds, barrier.wait, stop)
             else:
@@ -369,6 +366,8 @@ def run_local(phase: Phase, seed: int, seconds: float) -> list[dict[str, Any]]:
         finally:
             window.close()
 
+    for window in windows:
+        harness.fill_with_nan(window)
     threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(windows)]
     for thread in threads:
         thread.start()

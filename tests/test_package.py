@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import mutants
 import pytest
 import torch
 
@@ -63,6 +64,12 @@ def test_importing_has_no_side_effects(tmp_path: Path) -> None:
     assert after == before
     assert (after["cuda"], after["process group"]) == (False, False)
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize("mutant", [*mutants.MUTANTS, *mutants.CUDA_MUTANTS], ids=lambda mutant: mutant.name)
+def test_every_planted_mistake_still_fits_its_source(mutant: mutants.Mutant) -> None:
+    """fault: the soak's mutants are built seldom, and those of GPUs on no CI; the sources move on without them."""
+    assert mutants.planted(mutant) != (mutants.ROOT / mutant.file).read_text()
 
 
 def checkout(tmp_path: Path, *, extension: bool = True, sources: bool = True) -> Path:
