@@ -458,25 +458,23 @@ def soak(phases: tuple[Phase, ...], seed: int, seconds: float, path: Path) -> li
     local, apart = (tuple(p for p in phases if p.local is which) for which in (True, False))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "afd_ops", "harness"])
-    try:
-        if local:
-            with ProcessPoolExecutor(1, context) as pool:
-                pool.submit(local_part, local, seed, seconds, path).result()
-        if apart:
-            harness.DEVICE = "cuda"
-            limit = 60 + sum(40 + seconds_of(p, seconds) for p in apart)
-            harness.run_processes(apart[0].topology, process_part, apart, seed, seconds, path, timeout=limit)
-    except BaseException:
-        traceback.print_exc()
-        add_missing(path, phases)
-    return json.loads(path.read_text()) if path.exists() else []
-
-
-def add_missing(path: Path, phases: tuple[Phase, ...]) -> None:
-    """A row for the phase that ended without one."""
-    rows = json.loads(path.read_text()) if path.exists() else []
-    if not any(row["error"] for row in rows):
-        add(path, row_of(phases[len(rows)], [], "the process ended, see above"))
+    rows: list[dict[str, Any]] = []
+    for part in filter(None, (local, apart)):
+        try:
+            if part is local:
+                with ProcessPoolExecutor(1, context) as pool:
+                    pool.submit(local_part, local, seed, seconds, path).result()
+            else:
+                harness.DEVICE = "cuda"
+                limit = 60 + sum(40 + seconds_of(p, seconds) for p in apart)
+                harness.run_processes(apart[0].topology, process_part, apart, seed, seconds, path, timeout=limit)
+        except BaseException as error:
+            traceback.print_exc()
+            found = json.loads(path.read_text())[len(rows) :] if path.exists() else []
+            if not any(row["error"] for row in found):  # ended without a word
+                add(path, row_of(part[min(len(found), len(part) - 1)], [], f"{type(error).__name__}, see above"))
+        rows = json.loads(path.read_text())
+    return rows
 
 
 def summary(rows: list[dict[str, Any]], phases: tuple[Phase, ...], seed: int) -> dict[str, Any]:
