@@ -135,7 +135,7 @@ void publish_as(int64_t window, Control* control);  // in the CUDA half, under t
 Control* find(int64_t window);                      // nullptr if there never was one
 
 // Error records. `where` says at which point of the protocol; the caller adds kind and peer (role rank, -1: itself).
-inline ErrorRecord where(Op op, int32_t layer, int32_t stage, int64_t ring, int64_t sequence) {
+AFD_HD inline ErrorRecord where(Op op, int32_t layer, int32_t stage, int64_t ring, int64_t sequence) {
   ErrorRecord r{};
   r.op = static_cast<int32_t>(op);
   r.layer = layer;
@@ -146,7 +146,7 @@ inline ErrorRecord where(Op op, int32_t layer, int32_t stage, int64_t ring, int6
   return r;
 }
 // A flag word that is neither EMPTY nor READY.
-inline ErrorRecord bad_flag(ErrorRecord r, int32_t peer, int32_t seen) {
+AFD_HD inline ErrorRecord bad_flag(ErrorRecord r, int32_t peer, int32_t seen) {
   r.kind = static_cast<int32_t>(Kind::Protocol);
   r.field = static_cast<int32_t>(Field::flags);
   r.peer = peer;
@@ -156,7 +156,7 @@ inline ErrorRecord bad_flag(ErrorRecord r, int32_t peer, int32_t seen) {
 }
 
 // The peer that ended, by its sticky word.
-inline ErrorRecord ended(ErrorRecord r, int32_t peer, int32_t sticky) {
+AFD_HD inline ErrorRecord ended(ErrorRecord r, int32_t peer, int32_t sticky) {
   r.kind = static_cast<int32_t>(sticky == kLeft ? Kind::PeerLeft : Kind::PeerFailed);
   r.peer = peer;
   r.seen = sticky;

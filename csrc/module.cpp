@@ -59,12 +59,21 @@ PyObject* to_tuple(const int64_t* values, int64_t n) {
   return tuple;
 }
 
-Control* control_of(PyObject* args) {
-  long long window = 0;
-  if (!PyArg_ParseTuple(args, "L", &window)) return nullptr;
+Control* existing(long long window) {
   Control* c = find(window);
   if (c == nullptr) PyErr_Format(PyExc_ValueError, "window %lld does not exist in this process", window);
   return c;
+}
+
+Control* control_of(PyObject* args) {
+  long long window = 0;
+  return PyArg_ParseTuple(args, "L", &window) ? existing(window) : nullptr;
+}
+
+// (window, value)
+Control* control_and(PyObject* args, long long& value) {
+  long long window = 0;
+  return PyArg_ParseTuple(args, "LL", &window, &value) ? existing(window) : nullptr;
 }
 
 // A host call that touches a window's memory: refused once it is closed, and counted, so that close() waits for it.
@@ -237,13 +246,9 @@ PyObject* generation(PyObject*, PyObject* args) {
 }
 
 PyObject* set_linger(PyObject*, PyObject* args) {
-  long long window = 0, linger_ns = 0;
-  if (!PyArg_ParseTuple(args, "LL", &window, &linger_ns)) return nullptr;
-  Control* c = find(window);
-  if (c == nullptr) {
-    PyErr_SetString(PyExc_ValueError, "no such window");
-    return nullptr;
-  }
+  long long linger_ns = 0;
+  Control* c = control_and(args, linger_ns);
+  if (c == nullptr) return nullptr;
   atomic(c->linger_ns).store(linger_ns);
   Py_RETURN_NONE;
 }
@@ -263,13 +268,9 @@ PyObject* set_closed(PyObject*, PyObject* args) {
 }
 
 PyObject* drain(PyObject*, PyObject* args) {
-  long long window = 0, timeout_ns = 0;
-  if (!PyArg_ParseTuple(args, "LL", &window, &timeout_ns)) return nullptr;
-  Control* c = find(window);
-  if (c == nullptr) {
-    PyErr_SetString(PyExc_ValueError, "no such window");
-    return nullptr;
-  }
+  long long timeout_ns = 0;
+  Control* c = control_and(args, timeout_ns);
+  if (c == nullptr) return nullptr;
   bool empty = false;
   Py_BEGIN_ALLOW_THREADS;
   Backoff backoff;

@@ -23,7 +23,7 @@ __device__ void watch_peers(const DeviceControl& c, bool across_pcie) {
       store_relaxed(&c.region[p], kLeft);
       tell_host(&c.mapped_region[p], kLeft);
     } else {
-      close_region(c, peer_ended(error_at(Kind::PeerFailed, Op::arrive, -1, p, -1, -1, -1), p, sticky));
+      close_region(c, ended(error_at(Kind::PeerFailed, Op::arrive, -1, p, -1, -1, -1), p, sticky));
     }
   }
   __syncwarp();
@@ -34,12 +34,8 @@ __device__ void refuse_flag(const DeviceControl& c, uint32_t index, int32_t seen
   const uint32_t per_region = static_cast<uint32_t>(c.layout.slots_per_region), depth = c.geometry.depth;
   const uint32_t region = index / per_region, within = index % per_region;
   if (load_relaxed(&c.region[region]) != kAlive) return;
-  ErrorRecord r = error_at(Kind::Protocol, Op::arrive, -1, static_cast<int32_t>(region),
-                           static_cast<int32_t>(within / depth), within % depth, -1);
-  r.field = static_cast<int32_t>(Field::flags);
-  r.expected = kReady;
-  r.seen = seen;
-  close_region(c, r);
+  const ErrorRecord r = where(Op::arrive, -1, static_cast<int32_t>(within / depth), within % depth, -1);
+  close_region(c, bad_flag(r, static_cast<int32_t>(region), seen));
 }
 
 // What the choice needs beside the window, in shared memory.

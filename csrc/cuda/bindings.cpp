@@ -93,6 +93,8 @@ std::tuple<Tensor, Tensor, Tensor> plan_cuda(const Tensor& topk_ids, const Tenso
   if (!topk_ids.is_cuda() || !expert_map.is_cuda() || topk_ids.get_device_index() != expert_map.get_device_index())
     raise(Kind::Argument, op, "topk_ids and expert_map are on different devices");
   check_plan(op, expert_map, ffn_size, local_experts);
+  if (tokens * topk >= int64_t{1} << 31)
+    raise(Kind::Argument, op, "topk_ids has ", tokens * topk, " entries, expected less than ", int64_t{1} << 31);
   if (4 * experts > kSharedBytes)
     raise(Kind::Argument, op, "expert_map has ", experts, " experts, expected at most ", kSharedBytes / 4, " on CUDA");
   torch::stable::accelerator::DeviceGuard guard(topk_ids.get_device_index());

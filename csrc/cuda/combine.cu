@@ -65,29 +65,25 @@ __device__ bool await_flag(const DeviceControl& c, const Ticket& k, int32_t f, i
   int32_t seen;
   for (uint32_t turn = 1; (seen = load_acquire(flag)) != kReady; ++turn) {
     if (turn % 16 != 0) continue;
-    ErrorRecord r = error_at(Kind::Timeout, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
+    const ErrorRecord r = error_at(Kind::Timeout, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
     if (has_failed(c)) return false;
     if (load_relaxed(&c.masked[f]) != 0) {
       atomicOr(&skip[f / 32], 1u << (f % 32));
       return true;
     }
     if (seen != kEmpty) {
-      r.kind = static_cast<int32_t>(Kind::Protocol);
-      r.field = static_cast<int32_t>(Field::flags);
-      r.expected = kReady;
-      r.seen = seen;
-      fail(c, r);
+      fail(c, bad_flag(r, f, seen));
       return false;
     }
     const int32_t sticky = peer_state(c, f);
     if (sticky != kAlive) {
-      fail(c, peer_ended(r, f, sticky));
+      fail(c, ended(r, f, sticky));
       return false;
     }
     if (turn % 256 != 0) continue;  // these lie across PCIe
     if (ask_host(&c.mapped->abort) != 0) return false;
     if (ask_host(&c.gone[f]) != 0) {
-      fail(c, peer_ended(r, f, kGone));
+      fail(c, ended(r, f, kGone));
       return false;
     }
     if (late) {

@@ -140,14 +140,9 @@ __device__ __forceinline__ bool bit(const uint32_t* mask, int32_t f) { return (m
 
 __device__ inline ErrorRecord error_at(Kind kind, Op op, int32_t layer, int32_t peer, int32_t stage, int64_t ring,
                                        int64_t sequence) {
-  ErrorRecord r{};
+  ErrorRecord r = where(op, layer, stage, ring, sequence);
   r.kind = static_cast<int32_t>(kind);
-  r.op = static_cast<int32_t>(op);
-  r.layer = layer;
   r.peer = peer;
-  r.stage = stage;
-  r.ring = static_cast<int32_t>(ring);
-  r.sequence = sequence;
   return r;
 }
 
@@ -195,13 +190,6 @@ static __device__ __noinline__ void close_region(const DeviceControl& c, const E
 
 __device__ inline int32_t peer_state(const DeviceControl& c, int32_t peer) {
   return load_relaxed(sticky_of(c.window, c.layout, peer));
-}
-
-__device__ inline ErrorRecord peer_ended(ErrorRecord r, int32_t peer, int32_t sticky) {
-  r.kind = static_cast<int32_t>(sticky == kLeft ? Kind::PeerLeft : Kind::PeerFailed);
-  r.peer = peer;
-  r.seen = sticky;
-  return r;
 }
 
 // sequence mod depth; a 64-bit division takes as long as a load.

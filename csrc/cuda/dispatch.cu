@@ -35,16 +35,16 @@ __device__ void open_flight(const DeviceControl& c, const int32_t* port, Flight&
   const int32_t generation = c.state->generation;
   const bool failed = has_failed(c);
   const Lane l = read_port(c, port);
-  int32_t ended = 0;
+  int32_t lost = 0;
   for (int32_t first = 0; first < c.peers; first += 32) {
     const int32_t p = first + lane;
     const int32_t sticky = p < c.peers ? peer_state(c, p) : kAlive;
     const bool masked = p < c.peers && c.masked[p] != 0;
-    if (sticky != kAlive && !masked) ended = 1 + p;
+    if (sticky != kAlive && !masked) lost = 1 + p;
     const uint32_t bits = __ballot_sync(kWarp, masked);
     if (lane == 0) skip[first / 32] = bits;
   }
-  ended = static_cast<int32_t>(__reduce_max_sync(kWarp, static_cast<uint32_t>(ended)));
+  lost = static_cast<int32_t>(__reduce_max_sync(kWarp, static_cast<uint32_t>(lost)));
   Flight f{l, -1, -1, -1, generation, false};
   if (l.stage >= 0) {
     next = l.stage < 32 ? __shfl_sync(kWarp, next, l.stage) : c.next[l.stage];
@@ -53,10 +53,10 @@ __device__ void open_flight(const DeviceControl& c, const int32_t* port, Flight&
     f.slot = c.slot(c.role_rank, l.stage, f.ring);
     const int64_t ring = l.stage * g.depth + f.ring;
     busy = ring < 32 ? __shfl_sync(kWarp, busy, static_cast<int>(ring)) : c.ring[ring];
-    f.ok = !failed && busy < 0 && ended == 0;
+    f.ok = !failed && busy < 0 && lost == 0;
     if (lane == 0 && blockIdx.x == 0 && !f.ok && !failed) {
       const ErrorRecord r = error_at(Kind::RingBusy, Op::dispatch, l.layer, -1, l.stage, f.ring, f.sequence);
-      fail(c, ended > 0 ? peer_ended(r, ended - 1, peer_state(c, ended - 1)) : r);
+      fail(c, lost > 0 ? ended(r, lost - 1, peer_state(c, lost - 1)) : r);
     }
   } else if (lane == 0 && blockIdx.x == 0 && !failed) {
     fail(c, error_at(Kind::Argument, Op::dispatch, -1, -1, -1, -1, -1));
@@ -286,9 +286,9 @@ __global__ void __launch_bounds__(kThreads)
     // A CTA that looked later than the first may be the only one that saw a peer end.
     for (int32_t f = 0; spoiled && !has_failed(c) && f < c.peers; ++f)
       if (peer_state(c, f) != kAlive && c.masked[f] == 0)
-        fail(c, peer_ended(error_at(Kind::PeerFailed, Op::dispatch, flight.lane.layer, f, flight.lane.stage,
-                                    flight.ring, flight.sequence),
-                           f, peer_state(c, f)));
+        fail(c, ended(error_at(Kind::PeerFailed, Op::dispatch, flight.lane.layer, f, flight.lane.stage, flight.ring,
+                               flight.sequence),
+                      f, peer_state(c, f)));
   }
 }
 
