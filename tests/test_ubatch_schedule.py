@@ -30,36 +30,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import deepseek_v4
 from deepseek_v4 import Config, DeepseekV4, LocalExperts, Random, RemoteExperts, Ubatch
 from deepseek_v4.attention import Ring, linear
-from deepseek_v4.config import CSA, HCA, SLIDING
+from small_v4 import SMALL
 
 ATOL = 5e-5  # of float32 logits
 ROWS, LENGTH, DIM, WIDTH = 4, 40, 64, 56
+LAYERS = 3  # one of each kind of attention
 CONFIG = Config.from_dict(
-    dict(
-        vocab_size=256,
-        hidden_size=DIM,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        head_dim=32,
-        qk_rope_head_dim=8,
-        q_lora_rank=32,
-        o_groups=2,
-        o_lora_rank=16,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        routed_scaling_factor=1.5,
-        swiglu_limit=10.0,
-        layer_types=[SLIDING, CSA, HCA],
-        compress_rates={CSA: 4, HCA: 8},
-        num_hash_layers=1,
-        sliding_window=8,
-        index_n_heads=16,
-        index_head_dim=16,
-        index_topk=3,
-        rope_scaling={"factor": 16, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1},
-    )
+    {**SMALL, "num_hidden_layers": LAYERS, **{f: SMALL[f][:LAYERS] for f in ("layer_types", "mlp_layer_types")}}
 )
+assert CONFIG.hidden_size == DIM
 TOKENS = torch.randint(0, 256, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
 STARTS = [7, 9, 20, 31]  # where the rows stand before the step that is looked at
 
