@@ -67,7 +67,7 @@ class ExpertServer:
         self._times = PhaseTimes(device)
         self._batch_sizes: Counter[int] = Counter()
         self._row_counts: Counter[int] = Counter()
-        self._eager = 0
+        self._replayed = self._eager = 0
         self._stop = threading.Event()
         self._drain = threading.Event()
         _C.set_linger(window.id, int(linger * 1e9))
@@ -95,6 +95,8 @@ class ExpertServer:
             if out is None:
                 out = self.experts(*inputs.first(rows), layer)
                 self._eager += 1
+            else:
+                self._replayed += 1
         if marks is not None:
             times.mark(marks)
         torch.ops.afd.reply(out, item, port, window.id)
@@ -128,15 +130,15 @@ class ExpertServer:
         """
         window, row_counts = self.window.stats(), self._row_counts.copy()
         items = row_counts.total()
-        replayed = items - row_counts[0] - self._eager
+        replayed, eager = self._replayed, self._eager  # counted apart: another thread's step may be under way
         found = {
             "items": items,
             "rows": sum(rows * count for rows, count in row_counts.items()),
             "batch_sizes": dict(self._batch_sizes.copy()),
             "row_counts": dict(row_counts),
             "replayed": replayed,
-            "eager": self._eager,
-            "coverage": replayed / (replayed + self._eager) if replayed + self._eager else 0.0,
+            "eager": eager,
+            "coverage": replayed / (replayed + eager) if replayed + eager else 0.0,
             **{f"{phase}_us": self._times.histograms[phase].as_dict() for phase in PHASES},
             "regions": [
                 {"slots": slots, "rows": rows, "bytes_sent": sent}
