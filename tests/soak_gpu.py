@@ -151,6 +151,7 @@ class Lane:
         self.tables = tables(self.device)
         self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
         self.eager_module = harness.remote(window, 3, stage)
+        self.modules: list[afd_ops.RemoteExperts] = []  # a graph reads its port where it was
         sizes = [1, rng.randint(2, 64), rng.randint(65, 256), rng.randint(257, MOST_TOKENS), MOST_TOKENS, 0]
         self.graphs: list[tuple[torch.cuda.CUDAGraph, Steps, Tensor, int]] = []
         with torch.cuda.stream(self.stream):
@@ -163,6 +164,7 @@ class Lane:
         """PAIRS steps one after the other, or each dispatched before its predecessor is combined."""
         layer, steps, graph = self.rng.randrange(60), Steps(self.window, PAIRS, count), torch.cuda.CUDAGraph()
         module = harness.remote(self.window, layer, self.stage)
+        self.modules.append(module)
         steps.draw(self.tables[0])
         (steps.x != steps.want(layer)).flatten(1).any(1).sum()  # nothing is loaded for the first time behind a wait
         outs: list[Tensor] = []
