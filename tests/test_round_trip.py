@@ -169,6 +169,9 @@ def test_float8_rows_are_dequantised_for_the_grouped_gemm(seed: int) -> None:
                 assert afd_ops.ExpertServer(peer, experts).step() == 1
             harness.synchronize()
             outs.append(module.combine(ticket, torch.zeros_like(x)).float())
+            harness.synchronize()
+            for rank in (window, *ffn):
+                rank.check()
     error = (outs[0] - outs[1]).norm() / outs[1].norm()
     assert 0 < error < 0.05
 
