@@ -4,7 +4,8 @@
 
 Split: one attention and one FFN rank, a process and a GPU each, over an NVSHMEM window; the attention side is one
 graph compiled by Inductor and replayed by cudagraph trees, the FFN side is an ExpertServer. Unsplit: the same modules
-with the experts in the same graph. Weights are random, bf16, the same in both. `period_us` is a step of a free-running
+with the experts in the same graph, in a third process on the attention rank's GPU; all three compile at the same time,
+and one path runs at a time. Weights are random, bf16, the same in both. `period_us` is a step of a free-running
 decode loop, median of the trials; `combine_share` the part of one profiled step that the attention rank's combine
 takes, which is waiting but for one pass over the rows; `cosine` compares the first step's logits, split and unsplit.
 
@@ -32,6 +33,7 @@ from torch import Tensor
 import afd_ops
 from afd_ops.heap.nvshmem import NvshmemHeap
 
+PATHS = {"split": "attention", "unsplit": "unsplit"}  # by the rank that decodes
 WARM, STEPS, TRIALS = 5, 20, 5
 WAIT = 120.0  # seconds, for a reply or a rank
 COMPILE = 480.0  # seconds, for one measured case
@@ -78,28 +80,29 @@ def graphs() -> dict[str, int]:
     }
 
 
-def measure(loop: Loop, barrier: Callable[[], object], case: dict[str, Any], name: str) -> dict[str, Any]:
-    """Warm-up, timing and one profiled step, on the rank that decodes; `serve` below is the FFN rank's half."""
+def prepared(loop: Loop, path: Path) -> float:
+    """Compiles, warms up and saves the first step's logits; seconds of the first step."""
     began = time.perf_counter()
     logits = loop().float().cpu()
     first = time.perf_counter() - began
     if not logits.isfinite().all():
         raise RuntimeError("the first step's logits are not finite")
-    torch.save(logits, Path(case["scratch"]) / f"{name}.pt")
+    torch.save(logits, path)
     for _ in range(WARM - 1):
         loop()
     torch.cuda.synchronize()
-    barrier()
+    return first
+
+
+def measured(loop: Loop, barrier: Callable[[], object], path: Path) -> dict[str, Any]:
+    """Timing and one profiled step; `serve` below is the FFN rank's half."""
     times = [loop.microseconds() for _ in range(TRIALS)]
-    barrier()
-    path = Path(case["trace"]) / f"{name}.{case['batch']}.json"
     stack.profiled(barrier, loop, path)
     kernels = timeline.read(path)
     begin, end = timeline.span(kernels)
     return {
         "period_us": statistics.median(times),
         "trials_us": [round(t, 1) for t in times],
-        "first_step_s": round(first, 1),
         "profiled_us": end - begin,
         "combine_share": timeline.share(kernels, "combine_kernel|await_kernel"),
         "kernels": len(kernels),
@@ -108,69 +111,74 @@ def measure(loop: Loop, barrier: Callable[[], object], case: dict[str, Any], nam
     }
 
 
-def serve(server: afd_ops.ExpertServer, barrier: Callable[[], object], case: dict[str, Any], layers: int) -> None:
-    """Answers exactly what `measure` sends in each of its phases."""
-
-    def steps(count: int, seconds: float = WAIT) -> None:
-        answered, deadline = 0, time.monotonic() + seconds
+def serve(server: afd_ops.ExpertServer, layers: int, count: int, seconds: float = WAIT) -> None:
+    """Answers exactly `count` steps."""
+    answered, deadline = 0, time.monotonic() + seconds
+    with torch.inference_mode():
         while answered < count * layers:
             answered += server.step()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{answered} of {count * layers} dispatches came within {seconds} s")
-
-    with torch.inference_mode():
-        steps(WARM, COMPILE)
         torch.cuda.synchronize()
-        barrier()
-        steps(TRIALS * STEPS)
-        barrier()
-        stack.profiled(barrier, lambda: steps(1), Path(case["trace"]) / f"ffn.{case['batch']}.json")
 
 
-def split(rank: int, address: str, case: dict[str, Any]) -> None:
-    torch.cuda.set_device(rank)
-    config = stack.shaped(case["layers"])
-    bootstrap = afd_ops.Bootstrap.connect(address, rank, 2, timeout=COMPILE)
-    heap = NvshmemHeap(bootstrap, f"cuda:{rank}")
+def decode(
+    model: DeepseekV4, all_ready: Callable[[], object], pair: Callable[[], object], case: dict[str, Any], name: str
+) -> None:
+    """A rank that decodes: compiled together with the others, timed when it is its turn."""
+    scratch = Path(case["scratch"])
+    with torch.no_grad():
+        loop = Loop(model, case)
+        first = prepared(loop, scratch / f"{name}.pt")
+        all_ready()
+        if name == "unsplit":
+            all_ready()  # the split path was timed meanwhile
+        figures = measured(loop, pair, Path(case["trace"]) / f"{name}.{case['batch']}.json")
+    torch.save({"first_step_s": round(first, 1), **figures}, scratch / f"{name}.figures")
+    if name != "unsplit":
+        all_ready()
+    all_ready()
+
+
+def rank(rank: int, address: str, case: dict[str, Any]) -> None:
+    """0: attention, 1: FFN, 2: both in one."""
+    torch.cuda.set_device(rank % 2)
+    config, batch, positions = stack.shaped(case["layers"]), case["batch"], case["context"] + 1024
+    everyone = afd_ops.Bootstrap.connect(address, rank, 3, name="everyone", timeout=COMPILE)
+    all_ready = everyone.barrier
+    if rank == 2:
+        experts = stack.routed(config)
+        whole = stack.built(
+            config, lambda layer, _: LocalExperts(layer, experts, config.n_routed_experts), batch, positions
+        )
+        decode(whole, all_ready, lambda: None, case, "unsplit")
+        return
+    pair = afd_ops.Bootstrap(everyone.store, rank, 2, timeout=COMPILE)
+    heap = NvshmemHeap(pair, f"cuda:{rank}")
     with afd_ops.Window(
-        afd_ops.Topology(1, 1, config.n_routed_experts), bootstrap, heap=heap, hidden=config.hidden_size,
-        topk=config.num_experts_per_tok, tokens=case["batch"], dtype=torch.bfloat16, deadline=WAIT,
+        afd_ops.Topology(1, 1, config.n_routed_experts), pair, heap=heap, hidden=config.hidden_size,
+        topk=config.num_experts_per_tok, tokens=batch, dtype=torch.bfloat16, deadline=WAIT,
     ) as window:  # fmt: skip
         if window.role == "attention":
-            model = stack.built(config, RemoteExperts, case["batch"], case["context"] + 1024)
+            model = stack.built(config, RemoteExperts, batch, positions)
             afd_ops.attach(model, window)
-            bootstrap.barrier()
-            with torch.no_grad():
-                figures = measure(Loop(model, case), bootstrap.barrier, case, "attention")
+            decode(model, all_ready, pair.barrier, case, "attention")
             window.check()
-            torch.save(figures, Path(case["scratch"]) / "split.figures")
         else:
             server = afd_ops.ExpertServer(window, stack.routed(config))
-            bootstrap.barrier()
-            serve(server, bootstrap.barrier, case, config.layers)
-        bootstrap.barrier()
+            serve(server, config.layers, WARM, COMPILE)
+            all_ready()
+            serve(server, config.layers, TRIALS * STEPS)
+            path = Path(case["trace"]) / f"ffn.{batch}.json"
+            stack.profiled(pair.barrier, lambda: serve(server, config.layers, 1), path)
+            all_ready()
+            all_ready()
+        pair.barrier()
     heap.finalize()
 
 
-def unsplit(rank: int, address: str, case: dict[str, Any]) -> None:
-    config = stack.shaped(case["layers"])
-    experts = stack.routed(config)
-    model = stack.built(
-        config,
-        lambda layer, _: LocalExperts(layer, experts, config.n_routed_experts),
-        case["batch"],
-        case["context"] + 1024,
-    )
-    with torch.no_grad():
-        figures = measure(Loop(model, case), lambda: None, case, "unsplit")
-    torch.save(figures, Path(case["scratch"]) / "unsplit.figures")
-
-
-def cosine(scratch: Path) -> float | None:
-    paths = [scratch / "attention.pt", scratch / "unsplit.pt"]
-    if not all(path.exists() for path in paths):
-        return None
-    a, b = (torch.load(path).flatten(0, 1) for path in paths)
+def cosine(scratch: Path) -> float:
+    a, b = (torch.load(scratch / f"{name}.pt").flatten(0, 1) for name in PATHS.values())
     return torch.nn.functional.cosine_similarity(a, b, dim=-1).mean().item()
 
 
@@ -179,7 +187,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="12.9 GB of experts each")
     parser.add_argument("--batches", default="1,32,128")
     parser.add_argument("--context", type=int, default=1024, help="position at which decoding starts")
-    parser.add_argument("--paths", default="split,unsplit")
     parser.add_argument("--trace", type=Path, help="folder for Chrome traces and pictures of one step")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "deepseek_v4.2xH200.json")
     args = parser.parse_args()
@@ -197,15 +204,16 @@ def main() -> None:
             case = {
                 "layers": args.layers, "batch": batch, "context": args.context, "scratch": scratch, "trace": str(trace),
             }  # fmt: skip
-            for body, processes in ((split, 2), (unsplit, 1)):
-                if body.__name__ not in args.paths:
-                    continue
-                figures = stack.ran(body, processes, case, COMPILE + 4 * WAIT)
-                rows.append({"path": body.__name__, **sizes, **figures})
-                print(rows[-1], flush=True)
+            failed = stack.ran(rank, 3, case, COMPILE + 4 * WAIT)
+            if failed:
+                rows.append({**sizes, **failed})
+                continue
+            for path, name in PATHS.items():
+                rows.append({"path": path, **sizes, **torch.load(Path(scratch) / f"{name}.figures")})
             rows[-1]["cosine"] = cosine(Path(scratch))
+            print(*rows[-2:], sep="\n", flush=True)
             lanes = [trace / f"{name}.{batch}.json" for name in ("attention", "ffn")]
-            if args.trace and all(path.exists() for path in lanes):
+            if args.trace:
                 title = f"one decode step of {args.layers} layers, batch {batch}"
                 picture = timeline.render({path.name.split(".")[0]: timeline.read(path) for path in lanes}, title)
                 (trace / f"step.{batch}.svg").write_text(picture)

@@ -333,10 +333,11 @@ def main() -> int:
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        rows = stack.ran(divided, 2, {"args": args, "scratch": scratch}, LIMIT)
-    if isinstance(rows, dict):
-        print(rows["failed"])
-        return 1
+        failed = stack.ran(divided, 2, {"args": args, "scratch": scratch}, LIMIT)
+        if failed:
+            print(failed["failed"])
+            return 1
+        rows = torch.load(Path(scratch) / "divided.figures")
     sizes: dict[str, Any] = {
         "layers": args.layers, "experts": args.experts, "hidden": FLASH.hidden_size, "dtype": "bfloat16",
         "topk": FLASH.num_experts_per_tok, "capacity": max(row["tokens"] for row in rows), "drained_us": None,
