@@ -13,6 +13,8 @@
 namespace afd {
 namespace {
 
+constexpr int kTogether = 8;  // loads of a lane under way at a time
+
 // Peers that ended, each acted on once, by the lane that owns it.
 __device__ void watch_peers(const DeviceControl& c, bool across_pcie) {
   for (int32_t p = threadIdx.x; p < c.peers; p += 32) {
@@ -42,7 +44,7 @@ __device__ void refuse_flag(const DeviceControl& c, uint32_t index, int32_t seen
 struct Choosing {
   int64_t* chosen;  // [slots]: the item's
   int32_t* total;   // [local_experts]: rows of the item so far
-  int32_t* counts;  // [local_experts]: of the slot that is looked at
+  int32_t* counts;  // [local_experts]: of the slot that is looked at; at the end, where an expert's rows begin
   __device__ Choosing(const DeviceControl& c, void* memory) {
     chosen = static_cast<int64_t*>(memory);
     total = reinterpret_cast<int32_t*>(chosen + c.slots());
@@ -60,15 +62,26 @@ __device__ bool admit(const DeviceControl& c, int64_t index, int32_t generation,
   const uint32_t depth = static_cast<uint32_t>(g.depth);
   const int32_t state = load_relaxed(&c.region[region]);
   h = *slot.header;  // every lane: one request
-  int32_t n = lane < g.local_experts ? slot.counts[lane] : 0;
+  int32_t n[kTogether];
+  const auto load = [&](int32_t e) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (e + 32 * i < g.local_experts) n[i] = slot.counts[e + 32 * i];
+  };
+  load(lane);  // does not wait for the header
   const int64_t ring = within % depth, most = static_cast<int64_t>(h.num_tokens) * g.topk;
   int64_t mine = 0;
   int32_t worst = -1;
-  for (int32_t e = lane; e < g.local_experts; e += 32) {
-    if (e != lane) n = slot.counts[e];
-    m.counts[e] = n;
-    if (n < 0 || n > (e < c.local_experts() ? most : 0)) worst = e;
-    mine += n;
+  for (int32_t first = lane; first < g.local_experts; first += 32 * kTogether) {
+    if (first != lane) load(first);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int32_t e = first + 32 * i;
+      if (e >= g.local_experts) break;
+      m.counts[e] = n[i];
+      if (n[i] < 0 || n[i] > (e < c.local_experts() ? most : 0)) worst = e;
+      mine += n[i];
+    }
   }
   // Over the warp in two parts that cannot overflow: a count is less than 2^31, a lane has at most 2^7 of them.
   const int64_t sum = (static_cast<int64_t>(__reduce_add_sync(kWarp, static_cast<uint32_t>(mine >> 20))) << 20) +
@@ -131,22 +144,32 @@ __device__ void take(const DeviceControl& c, int64_t index, const SlotHeader& h,
 // Makes `first` of the item's slots absolute.
 __device__ void place_rows(const DeviceControl& c, const Choosing& m, int32_t count) {
   const int64_t width = c.geometry.local_experts;
+  const int32_t experts = c.local_experts(), each = (experts + 31) / 32;
   const int lane = threadIdx.x;
-  int32_t begin = 0;
-  for (int32_t e0 = 0; e0 < c.local_experts(); e0 += 32) {
-    const int32_t e = e0 + lane;
-    const bool mine = e < c.local_experts();
-    const int32_t total = mine ? m.total[e] : 0;
-    int32_t inclusive = total;
-    for (int d = 1; d < 32; d *= 2) {
-      const int32_t other = __shfl_up_sync(kWarp, inclusive, d);
-      if (lane >= d) inclusive += other;
+  const int32_t begin = lane * each, end = min(begin + each, experts);  // this lane's experts
+  int32_t inclusive = 0;
+  for (int32_t e = begin; e < end; ++e) inclusive += m.total[e];
+  int32_t place = -inclusive;
+  for (int d = 1; d < 32; d *= 2) {
+    const int32_t other = __shfl_up_sync(kWarp, inclusive, d);
+    if (lane >= d) inclusive += other;
+  }
+  place += inclusive;
+  for (int32_t e = begin; e < end; ++e) {
+    m.counts[e] = place;  // where the expert's rows begin: the counts are in c.counts by now
+    place += m.total[e];
+  }
+  __syncwarp();
+  for (int32_t i = 0; i < count; ++i) {
+    int32_t* first = c.first + m.chosen[i] * width;
+    for (int32_t e0 = lane; e0 < experts; e0 += 32 * kTogether) {
+      int32_t n[kTogether];
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) n[k] = i > 0 && e0 + 32 * k < experts ? first[e0 + 32 * k] : 0;
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k)
+        if (e0 + 32 * k < experts) first[e0 + 32 * k] = m.counts[e0 + 32 * k] + n[k];
     }
-    for (int32_t i = 0; mine && i < count; ++i) {
-      int32_t& first = c.first[m.chosen[i] * width + e];
-      first = begin + inclusive - total + (i > 0 ? first : 0);
-    }
-    begin += __shfl_sync(kWarp, inclusive, 31);
   }
 }
 
@@ -222,13 +245,13 @@ __global__ void __launch_bounds__(32)
     if (__any_sync(kWarp, over)) break;
   }
   __syncwarp();
-  place_rows(c, m, count);
   int64_t* mail = c.mailbox + arrivals % kMailbox * kMailWords;
-  if (lane < kMailWords)
+  if (lane < kMailWords)  // first of all: the host is waiting
     *reinterpret_cast<volatile int64_t*>(&mail[lane]) =
         mail_word(arrivals + 1, lane == kMailCount   ? count
                                 : lane == kMailLayer ? layer
                                                      : static_cast<int32_t>(rows));
+  place_rows(c, m, count);
   if (lane == 0) {
     reinterpret_cast<int4*>(item)[0] = make_int4(generation, count, layer, static_cast<int32_t>(rows));
     reinterpret_cast<int4*>(item)[1] = make_int4(0, 0, 0, 0);
