@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from array import array
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from afd_ops import _C
-from afd_ops.buckets import GraphCache
+from afd_ops.buckets import Entry, GraphCache
 from afd_ops.layout import PAYLOAD_DTYPES, WIDE_DTYPES
 
 Experts = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -60,7 +62,8 @@ class CapturedExperts:
     replays the smallest bucket that holds its rows; one that has none is computed eagerly, with the same result.
 
     Args:
-        experts: see `Experts`. What it does must be capturable: no synchronisation, no value read on the host.
+        experts: see `Experts`. What it does must be capturable: no synchronisation, no value read on the host; and it
+            draws no random numbers.
         rows: the most rows of an item: the window's `rows`, by default tokens x topk.
         hidden, dtype: the window's.
         owned: experts that this rank owns.
@@ -88,6 +91,8 @@ class CapturedExperts:
         self.nbytes = 0
         self.seconds = 0.0
         self.live_rows = self.bucket_rows = 0
+        self._table = array("q")
+        self._entries: list[Entry[_Graph]] = []
         self._pool: Any = None
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._graphs: GraphCache[_Graph] = GraphCache(self._capture, self._release, lambda: self.nbytes, limit)
@@ -110,15 +115,26 @@ class CapturedExperts:
         with torch.cuda.device(self.device), torch.inference_mode():
             self._graphs.fill(layers, sizes)
             torch.cuda.synchronize()
+        self._entries = sorted(self._graphs, key=lambda entry: (entry.layer, entry.bucket))
+        words = ((entry.layer, entry.bucket, entry.graph.graph.raw_cuda_graph_exec()) for entry in self._entries)
+        self._table = array("q", itertools.chain.from_iterable(words))
         self.seconds += time.perf_counter() - begun
 
-    def replay(self, layer: int, rows: int) -> Tensor | None:
-        """What experts make of the first `rows` rows of `inputs`, on the current stream: [bucket, H], good until the
-        next replay. None if no bucket holds them."""
-        entry = self._graphs.find(layer, rows)
-        if entry is None:
-            return None
-        entry.graph.graph.replay()
+    @property
+    def graphs(self) -> tuple[int, int]:
+        """What `Window.next_item` takes: where the table of all graphs lies, and how many there are.
+
+        Of each three 64-bit words: layer, bucket, cudaGraphExec_t; ordered by them.
+        """
+        return self._table.buffer_info()[0], len(self._entries)
+
+    def launched(self, graph: int, rows: int) -> Tensor:
+        """Counts a replay; what it makes of the first `rows` rows of `inputs`: [bucket, H], good until the next one.
+
+        Args:
+            graph: its place in `graphs`.
+        """
+        entry = self._entries[graph]
         entry.uses += 1
         self.live_rows += rows
         self.bucket_rows += entry.bucket

@@ -62,7 +62,7 @@ class ExpertServer:
         has = *rows.shape, offsets.shape[0], rows.dtype, rows.device
         if has[0] < needs[0] or has[1:] != needs[1:]:
             raise ValueError(f"experts were captured for (rows, hidden, owned, dtype, device) {has}, not {needs}")
-        self._replay = getattr(experts, "replay", None)
+        self._captured: Any = experts if hasattr(experts, "graphs") else None
         self._nothing = torch.empty((0, facts["hidden"]), dtype=window.wide_dtype, device=device)
         self._times = PhaseTimes(device)
         self._batch_sizes: Counter[int] = Counter()
@@ -85,18 +85,16 @@ class ExpertServer:
         torch.ops.afd.receive_into(item, inputs.rows, inputs.scales, inputs.offsets, port, window.id)
         if marks is not None:
             times.mark(marks)
-        count, layer, rows = self._read(item, generation)
+        count, layer, rows, graph = self._read(item, generation)
         if count == 0:
             return 0
-        out: Tensor | None = self._nothing
-        if rows > 0:
-            # From the mailbox to here, nothing but this call: it is what the first kernel of the experts waits for.
-            out = None if self._replay is None else self._replay(layer, rows)
-            if out is None:
-                out = self.experts(*inputs.first(rows), layer)
-                self._eager += 1
-            else:
-                self._replayed += 1
+        out = self._nothing
+        if graph >= 0:
+            out = self._captured.launched(graph, rows)
+            self._replayed += 1
+        elif rows > 0:
+            out = self.experts(*inputs.first(rows), layer)
+            self._eager += 1
         if marks is not None:
             times.mark(marks)
         torch.ops.afd.reply(out, item, port, window.id)
@@ -107,13 +105,15 @@ class ExpertServer:
         self._row_counts[rows] += 1
         return count
 
-    def _read(self, item: Tensor, generation: int) -> tuple[int, int, int]:
-        """Slots, layer and rows: on a GPU from the mailbox, where arrive leaves them."""
+    def _read(self, item: Tensor, generation: int) -> tuple[int, int, int, int]:
+        """Slots, layer, rows, and which graph was launched for them (-1: none): on a GPU from the mailbox, where arrive
+        leaves them."""
         if item.device.type == "cpu":
             entry = item[0].tolist()
-            return entry[_C.ITEM_COUNT], entry[_C.ITEM_LAYER], entry[_C.ITEM_ROWS]
+            return entry[_C.ITEM_COUNT], entry[_C.ITEM_LAYER], entry[_C.ITEM_ROWS], -1
+        graphs = (0, 0) if self._captured is None else self._captured.graphs
         while True:  # arrive always posts, an empty item too; what ran before it on the stream may take its time
-            mail = self.window.next_item(timeout=1.0)
+            mail = self.window.next_item(1.0, graphs)
             if mail is not None:
                 return mail
             self.window.check()
@@ -147,8 +147,8 @@ class ExpertServer:
                 )
             ],
         }
-        if self._replay is not None:
-            found |= self.experts.stats()  # type: ignore[attr-defined]
+        if self._captured is not None:
+            found |= self._captured.stats()
         return found
 
     def run(self) -> None:

@@ -279,9 +279,15 @@ class Window:
             raise
         self.check()
 
-    def next_item(self, timeout: float) -> tuple[int, int, int] | None:
-        """FFN ranks on a GPU: (slots, layer, rows) of the next item from the mailbox; None if it does not come."""
-        return self._device_half.next_item(self.id, int(timeout * 1e9))  # type: ignore[no-any-return]
+    def next_item(self, timeout: float, graphs: tuple[int, int] = (0, 0)) -> tuple[int, int, int, int] | None:
+        """FFN ranks on a GPU: (slots, layer, rows, graph) of the next item from the mailbox; None if it does not come.
+
+        graph: which of `CapturedExperts.graphs` was launched for it on the current stream; -1: none.
+        """
+        stream = torch.cuda.current_stream(self.heap.device).cuda_stream
+        return self._device_half.next_item(  # type: ignore[no-any-return]
+            self.id, int(timeout * 1e9), *graphs, stream
+        )
 
     def raise_typed(self, error: Exception) -> None:
         """Raises `error`, in its typed form if an op of this window raised it."""

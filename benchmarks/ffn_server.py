@@ -50,6 +50,7 @@ HIDDEN, INTERMEDIATE, TOPK = 4096, 2048, 6
 ATTENTION, FFN = "cuda:0", "cuda:1"
 DELAY_CYCLES = 1_000_000  # about half a millisecond: the FFN rank waits by then
 SECONDS = 20.0  # of patience
+WARM = 8
 ARRIVED, FIRST_KERNEL, ANSWERED = range(3)
 
 
@@ -214,7 +215,7 @@ def measured(
 ) -> dict[str, Any]:
     """Medians of both ways of timing. `ahead` is launched before the dispatches come."""
     first, answered, ready, items = [], [], [], 0
-    for _ in range(trials + 2):
+    for _ in range(trials + WARM):
         clock.clear()
         watch()
         with on(stream):
@@ -225,7 +226,7 @@ def measured(
             clock.stamp(ANSWERED)
         for found, value in zip((first, answered), clock.read(), strict=True):
             found.append(value)
-    for _ in range(trials + 2):
+    for _ in range(trials + WARM):
         send(0)
         time.sleep(0.003)  # all of them are there
         with on(stream):
@@ -238,9 +239,9 @@ def measured(
         synchronize()
         ready.append(begin.elapsed_time(end) * 1e3)
     return {
-        "arrival_to_first_kernel_us": statistics.median(first[2:]),
-        "arrival_to_reply_us": statistics.median(answered[2:]),
-        "ready_us": statistics.median(ready[2:]),
+        "arrival_to_first_kernel_us": statistics.median(first[WARM:]),
+        "arrival_to_reply_us": statistics.median(answered[WARM:]),
+        "ready_us": statistics.median(ready[WARM:]),
         "items": items,
     }
 

@@ -186,7 +186,7 @@ def settle(window: afd_ops.Window) -> None:
 def take(server: afd_ops.ExpertServer) -> tuple[Tensor, int, int]:
     """The next item of a server, its layer and its rows; the caller answers it."""
     item = torch.ops.afd.arrive(server.port, server.window.id)
-    count, layer, rows = server._read(item, server.window.generation)
+    count, layer, rows, _ = server._read(item, server.window.generation)
     assert count > 0, "nothing has arrived"
     return item, layer, rows
 

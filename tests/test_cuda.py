@@ -271,7 +271,7 @@ for tokens, dtype, base_dtype, answered in (
     if answered:
         with torch.cuda.stream(sides[1]):
             item = torch.ops.afd.arrive(port, ffn.id)
-            count, layer, rows = ffn.next_item(5.0)
+            count, layer, rows, _ = ffn.next_item(5.0)
             received, scales, offsets = torch.ops.afd.receive(item, port, ffn.id, rows)
             torch.ops.afd.reply(received, item, port, ffn.id)  # experts that change nothing and launch nothing
     else:

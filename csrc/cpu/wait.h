@@ -9,21 +9,25 @@
 
 namespace afd {
 
+// One turn of a spinning wait.
+inline void spin() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#endif
+}
+
 class Backoff {
  public:
-  // yield_ns: when to begin to sleep.
-  explicit Backoff(int64_t yield_ns = kYieldNs) : start_(now_ns()), yield_ns_(yield_ns) {}
+  Backoff() : start_(now_ns()) {}
 
   // One step of waiting; returns the nanoseconds waited so far.
   int64_t pause() {
     if (++count_ < kSpins) {
-#if defined(__x86_64__) || defined(__i386__)
-      __builtin_ia32_pause();
-#endif
+      spin();
       return 0;
     }
     const int64_t waited = now_ns() - start_;
-    if (waited < yield_ns_) {
+    if (waited < kYieldNs) {
       sched_yield();
     } else {
       const timespec nap{0, kNapNs};
@@ -36,7 +40,7 @@ class Backoff {
   static constexpr int kSpins = 128;
   static constexpr int64_t kYieldNs = 1'000'000;
   static constexpr long kNapNs = 50'000;
-  int64_t start_, yield_ns_;
+  int64_t start_;
   int count_ = 0;
 };
 

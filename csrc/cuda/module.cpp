@@ -3,6 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <utility>
@@ -271,11 +272,28 @@ PyObject* mask(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// The next item's count, layer and rows, as arrive left them in the mailbox; None after the timeout.
+// A captured experts call, as CapturedExperts.table has them: by layer, then by bucket.
+struct ExpertGraph {
+  int64_t layer, bucket;
+  cudaGraphExec_t exec;
+};
+static_assert(sizeof(ExpertGraph) == 3 * sizeof(int64_t));
+
+// The smallest bucket of the layer that holds the rows, or `end`.
+const ExpertGraph* find_graph(const ExpertGraph* begin, const ExpertGraph* end, int64_t layer, int64_t rows) {
+  const ExpertGraph* at = std::lower_bound(begin, end, std::pair{layer, rows}, [](const ExpertGraph& g, const auto& k) {
+    return std::pair{g.layer, g.bucket} < k;
+  });
+  return at != end && at->layer == layer ? at : end;
+}
+
+// The next item's count, layer and rows, as arrive left them in the mailbox; None after the timeout. Its experts are
+// launched from here if one of the graphs is theirs: the GPU waits for nothing else, and Python would take longer.
 PyObject* next_item(PyObject*, PyObject* args) {
-  long long id = 0, timeout_ns = 0;
-  if (!PyArg_ParseTuple(args, "LL", &id, &timeout_ns)) return nullptr;
+  long long id = 0, timeout_ns = 0, address = 0, graphs = 0, stream = 0;
+  if (!PyArg_ParseTuple(args, "LLLLL", &id, &timeout_ns, &address, &graphs, &stream)) return nullptr;
   DeviceWindow& w = *g_device_windows[id].load();
+  const auto* table = reinterpret_cast<const ExpertGraph*>(address);
   int64_t* mail = w.control.mailbox + w.expected % kMailbox * kMailWords;
   const auto wanted = static_cast<uint32_t>(w.expected + 1);
   std::array<int64_t, kMailWords> words{};
@@ -287,23 +305,39 @@ PyObject* next_item(PyObject*, PyObject* args) {
     }
     return all;
   };
-  // A nap is longer than an item's way here: nobody naps within a second of the last item.
   bool found = false;
+  int32_t count = 0, layer = 0, rows = 0;
+  const ExpertGraph *const end = table + graphs, *graph = end;
+  cudaError_t graph_launch = cudaSuccess;
   Py_BEGIN_ALLOW_THREADS;
-  Backoff backoff = now_ns() - w.last_item < kBusyNs ? Backoff(kBusyNs) : Backoff();
-  while (!(found = there()) && backoff.pause() < timeout_ns) {
+  // Even a turn of the scheduler is long beside an item's way here: within a second of the last one this only spins.
+  const int64_t busy_until = std::min<int64_t>(w.last_item + kBusyNs, now_ns() + timeout_ns);
+  while (!(found = there()) && now_ns() < busy_until) spin();
+  Backoff backoff;
+  while (!found && !(found = there()) && backoff.pause() < timeout_ns) {
+  }
+  found = found && static_cast<uint32_t>(w.expected + 1) == wanted;  // else a reset has dropped it meanwhile
+  if (found) {
+    ++w.expected;
+    count = static_cast<int32_t>(words[kMailCount]);
+    layer = static_cast<int32_t>(words[kMailLayer]);
+    rows = static_cast<int32_t>(words[kMailRows]);
+    if (rows > 0) graph = find_graph(table, end, layer, rows);
+    if (graph != end) {
+      const OnDevice on(w.device);
+      graph_launch = cudaGraphLaunch(graph->exec, reinterpret_cast<cudaStream_t>(stream));
+    }
+    if (count > 0) w.last_item = now_ns();
   }
   Py_END_ALLOW_THREADS;
-  if (!found && static_cast<int32_t>(mail_sequence(words[0]) - wanted) > 0) {
+  CUDA_OR_RETURN(graph_launch);
+  if (found) return Py_BuildValue("(iiii)", count, layer, rows, graph == end ? -1 : static_cast<int>(graph - table));
+  if (static_cast<int32_t>(mail_sequence(words[0]) - wanted) > 0) {
     PyErr_SetString(PyExc_RuntimeError,
                     "the mailbox ran over: a captured arrive took items that the host did not read");
     return nullptr;
   }
-  if (!found || static_cast<uint32_t>(w.expected + 1) != wanted) Py_RETURN_NONE;  // a reset has dropped it meanwhile
-  ++w.expected;
-  if (static_cast<int>(words[kMailCount]) > 0) w.last_item = now_ns();
-  return Py_BuildValue("(iii)", static_cast<int>(words[kMailCount]), static_cast<int>(words[kMailLayer]),
-                       static_cast<int>(words[kMailRows]));
+  Py_RETURN_NONE;
 }
 
 // Counters live on the device; this copies them into the host half, whose stats() then reads them.
@@ -362,7 +396,8 @@ PyMethodDef kMethods[] = {
     {"rewind", rewind, METH_VARARGS, "rewind(window)"},
     {"peer_gone", peer_gone, METH_VARARGS, "peer_gone(window, peer)"},
     {"mask", mask, METH_VARARGS, "mask(window, peer)"},
-    {"next_item", next_item, METH_VARARGS, "next_item(window, timeout_ns) -> (count, layer, rows) or None"},
+    {"next_item", next_item, METH_VARARGS,
+     "next_item(window, timeout_ns, graphs address, graphs, stream) -> (count, layer, rows, graph) or None"},
     {"fetch_stats", fetch_stats, METH_VARARGS, "fetch_stats(window): into the host half"},
     {"addresses", addresses, METH_VARARGS, "addresses(window) -> dict, for tests and debuggers"},
     {"enable_peer_access", enable_peer_access, METH_VARARGS, "enable_peer_access(device, peer device)"},
