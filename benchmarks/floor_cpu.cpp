@@ -4,11 +4,17 @@
 //   sum and put  rows -> reply, T rows: each the float32 weighted sum of topk rows, rounded once where it lands
 // Where each choice goes is computed beforehand; nothing is allocated, checked or waited for. Slots and replies
 // alternate between two buffers, as the rings of a window do, and each iteration puts what the one before answered.
+#if defined(__linux__)
+#include <pthread.h>
+#endif
+
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -85,4 +91,47 @@ extern "C" int64_t two_memcpy_ns(int64_t iterations, int64_t tokens, int64_t hid
     x = reply;
   }
   return now_ns() - start;
+}
+
+// Nanoseconds of `iterations` ways of a cache line from one CPU to another and back: what tells a shared L3 cache from
+// two. Only where threads can be pinned; else 0.
+extern "C" int64_t handoff_ns(int64_t iterations, int64_t here, int64_t there) {
+#if defined(__linux__)
+  alignas(128) std::atomic<int64_t> word{0};
+  const auto pinned = [](int64_t cpu, auto turn) {
+    return std::thread([cpu, turn] {
+      cpu_set_t set;
+      CPU_ZERO(&set);
+      CPU_SET(static_cast<size_t>(cpu), &set);
+      pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+      turn();
+    });
+  };
+  const auto wait_for = [&word](int64_t value) {
+    while (word.load(std::memory_order_acquire) != value) {
+    }
+  };
+  int64_t took = 0;
+  std::thread a = pinned(here, [&] {
+    wait_for(1);
+    const int64_t start = now_ns();
+    for (int64_t i = 1; i < 2 * iterations; i += 2) {
+      word.store(i + 1, std::memory_order_release);
+      wait_for(i + 2);
+    }
+    took = now_ns() - start;
+  });
+  std::thread b = pinned(there, [&] {
+    word.store(1, std::memory_order_release);
+    for (int64_t i = 2; i <= 2 * iterations; i += 2) {
+      wait_for(i);
+      word.store(i + 1, std::memory_order_release);
+    }
+  });
+  a.join();
+  b.join();
+  return took;
+#else
+  return 0;
+#endif
 }

@@ -9,6 +9,8 @@ ours, period    a free-running chain dispatch -> arrive -> receive -> reply -> c
 ours, drained   one pair on its own, after a pause in which the FFN rank has fallen asleep.
 floor           the same put, gather, weighted sum and put in one loop of one thread of this process: floor_cpu.cpp.
 two memcpy      two copies of the payload, likewise.
+handoff         a cache line from one of the two CPUs to the other and back. The round trip crosses between them, the
+                floor does not; CPUs of a virtual machine may share an L3 cache at one time and not at another.
 
 No side of the comparison times an expert: in timed pairs (layer 0) the server hands the rows back untouched, and the
 floor has no transform either. Whether rows go to the right expert and come back with the right weight is checked before
@@ -41,6 +43,7 @@ import afd_ops
 HIDDEN, TOPK, EXPERTS, DTYPE = 4096, 8, 32, torch.bfloat16
 DROPPED = 16  # pairs before the clock starts
 PAUSE = 0.005  # seconds before a drained pair
+HANDOFFS = 20_000
 TIMED, CHECKED = 0, 1  # layers
 TARGET_TOKENS, TARGET_RATIO = 64, 2.0
 
@@ -131,6 +134,9 @@ class Case:
         )
         return float(elapsed) / count / 1e3
 
+    def handoff_ns(self, cpus: list[int]) -> float:
+        return int(self.floor.handoff_ns(ctypes.c_int64(HANDOFFS), *map(ctypes.c_int64, cpus))) / HANDOFFS
+
     def check_chain(self, path: str, x: Tensor) -> None:
         if not torch.equal(x, self.x):
             raise AssertionError(f"{path}, {self.tokens} tokens: the chain did not return what it was given")
@@ -151,15 +157,17 @@ class Case:
         return error
 
 
-def measure(case: Case, *, trials: int, seconds: float) -> dict[str, Any]:
+def measure(case: Case, cpus: list[int], *, trials: int, seconds: float) -> dict[str, Any]:
     """Figures of one batch; a chain runs for about `seconds` in each trial."""
     errors = [case.error()]
     case.pairs(DROPPED)
     chain = max(8, int(seconds * 1e6 / case.chain_us(8)))
     floor = max(8, int(seconds * 1e6 / case.floor_us(8)))
     drained = max(3, min(16, int(seconds / PAUSE / 4)))
-    times: dict[str, list[float]] = {"period": [], "drained": [], "floor": [], "memcpy": []}
+    times: dict[str, list[float]] = {"period": [], "drained": [], "floor": [], "memcpy": [], "handoff": []}
     for _ in range(trials):
+        if len(cpus) == 2:
+            times["handoff"].append(case.handoff_ns(cpus))
         times["period"].append(case.chain_us(chain))
         times["floor"].append(case.floor_us(floor))
         times["memcpy"].append(case.memcpy_us(4 * floor))
@@ -171,9 +179,10 @@ def measure(case: Case, *, trials: int, seconds: float) -> dict[str, Any]:
 def build_floor(folder: str) -> ctypes.CDLL:
     source, target = Path(__file__).with_name("floor_cpu.cpp"), Path(folder) / "floor.so"
     # The flags of setup.py.
-    subprocess.run(["g++", "-O3", "-std=c++20", "-Wall", "-shared", "-fPIC", source, "-o", target], check=True)
+    flags = ["-O3", "-std=c++20", "-Wall", "-shared", "-fPIC", "-pthread"]
+    subprocess.run(["g++", *flags, source, "-o", target], check=True)
     floor = ctypes.CDLL(str(target))
-    floor.floor_ns.restype = floor.two_memcpy_ns.restype = ctypes.c_int64
+    floor.floor_ns.restype = floor.two_memcpy_ns.restype = floor.handoff_ns.restype = ctypes.c_int64
     return floor
 
 
@@ -198,6 +207,7 @@ def rows_of(tokens: int, capacity: int, result: dict[str, Any]) -> list[dict[str
     ]
     rows[0] |= {
         "drained_us": round(statistics.median(times["drained"]), 2),
+        "handoff_ns": round(statistics.median(times["handoff"])) if times["handoff"] else None,
         "error": result["error"],
         "ratio": round(period / floor, 3),
         "mb_per_s": round(2 * tokens * HIDDEN * DTYPE.itemsize / period),
@@ -208,12 +218,13 @@ def rows_of(tokens: int, capacity: int, result: dict[str, Any]) -> list[dict[str
 
 def print_table(results: list[list[dict[str, Any]]]) -> None:
     print(f"{'tokens':>6} {'period us':>10} {'drained us':>10} {'floor us':>9} {'2 memcpy us':>11} ", end="")
-    print(f"{'ratio':>6} {'MB/s':>7} {'error':>8}  T = {TARGET_TOKENS}: period <= {TARGET_RATIO:g} x floor")
+    print(f"{'ratio':>6} {'MB/s':>7} {'handoff ns':>10} {'error':>8}  ", end="")
+    print(f"T = {TARGET_TOKENS}: period <= {TARGET_RATIO:g} x floor")
     for ours, floor, memcpy in results:
         print(
             f"{ours['tokens']:6d} {ours['period_us']:10.1f} {ours['drained_us']:10.1f} {floor['period_us']:9.1f} "
-            f"{memcpy['period_us']:11.1f} {ours['ratio']:6.2f} {ours['mb_per_s']:7d} {ours['error']:8.1e}  "
-            f"{ours['target'] or '-'}"
+            f"{memcpy['period_us']:11.1f} {ours['ratio']:6.2f} {ours['mb_per_s']:7d} "
+            f"{ours['handoff_ns'] or '-':>10} {ours['error']:8.1e}  {ours['target'] or '-'}"
         )
 
 
@@ -229,6 +240,7 @@ def main() -> int:
     print(f"seed {args.seed}; load before the start {load:.2f} (two cores should be idle)", flush=True)
     torch.manual_seed(args.seed)
     trials, seconds = (5, 0.03) if args.quick else (21, 0.2)
+    cpus = args.cpus or sorted(os.sched_getaffinity(0))  # known where the processes run if these are two
 
     topology, capacity, address = afd_ops.Topology(1, 1, EXPERTS), max(args.tokens), common.free_address()
     server_args = (topology, address, capacity, args.cpus)
@@ -242,7 +254,7 @@ def main() -> int:
     ):
         floor = build_floor(folder)
         for tokens in args.tokens:
-            result = measure(Case(window, floor, tokens), trials=trials, seconds=seconds)
+            result = measure(Case(window, floor, tokens), cpus, trials=trials, seconds=seconds)
             results.append(rows_of(tokens, capacity, result))
     server.join(30)
     if server.exitcode != 0:
