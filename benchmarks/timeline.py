@@ -28,6 +28,7 @@ KINDS = (
     ("other", "#64748b", r""),
 )
 LEFT, WIDTH, LANE, GAP, TOP = 90, 1500, 46, 18, 44
+NARROW = 0.3  # pixels: what is less is not drawn by itself
 
 
 class Kernel(NamedTuple):
@@ -71,6 +72,21 @@ def share(kernels: Sequence[Kernel], has: str) -> float:
     return sum(kernel.duration for kernel in kernels if re.search(has, kernel.name)) / (end - begin)
 
 
+def merged(kernels: Sequence[Kernel], narrow: float) -> list[Kernel]:
+    """Kernels of one kind with less than `narrow` microseconds between them as one, and of those that are shorter
+    themselves only what stands out."""
+    out: list[Kernel] = []
+    for kernel in kernels:
+        last = out[-1] if out else None
+        if last and kernel.begin - last.end < narrow and (kernel.kind == last.kind or kernel.duration < narrow):
+            out[-1] = last._replace(duration=max(last.end, kernel.end) - last.begin)
+        elif last and kernel.begin - last.end < narrow and last.duration < narrow:
+            out[-1] = kernel._replace(begin=last.begin, duration=kernel.end - last.begin)
+        else:
+            out.append(kernel)
+    return out
+
+
 def render(lanes: Mapping[str, Sequence[Kernel]], title: str) -> str:
     """An SVG: one lane per name, time from the first lane's begin to its end, a colour per kind."""
     begin, end = span(next(iter(lanes.values())))
@@ -86,13 +102,13 @@ def render(lanes: Mapping[str, Sequence[Kernel]], title: str) -> str:
         y = TOP + row * (LANE + GAP)
         parts.append(f'<text x="{LEFT - 10}" y="{y + LANE / 2 + 4}" text-anchor="end">{escape(name)}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH}" height="{LANE}" fill="#f1f5f9"/>')
-        for kernel in kernels:
+        for kernel in merged(kernels, NARROW / scale):
             left, right = max(kernel.begin, begin), min(kernel.end, end)
             if right > left:
-                x, width = LEFT + (left - begin) * scale, max((right - left) * scale, 0.3)
+                x, width = LEFT + (left - begin) * scale, max((right - left) * scale, NARROW)
                 parts.append(
                     f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{LANE}" fill="{KINDS[kernel.kind][1]}">'
-                    f"<title>{escape(kernel.name[:120])}: {kernel.duration:.1f} us</title></rect>"
+                    f"<title>{escape(kernel.name[:60])}: {kernel.duration:.1f} us</title></rect>"
                 )
     step = tick(end - begin)
     at = 0.0

@@ -13,7 +13,7 @@ Per case and number of ubatches, times of a whole step, each the median of free-
     period_us       the step
     attention_us    the same with nothing sent: attention, gate, shared expert of all ubatches in all layers
     round_trips_us  dispatch, experts, combine of all ubatches in all layers, one after the other, nothing between
-    hidden          1 - (period - attention) / round trips: with 1 ubatch, what the shared expert hides
+    hidden_share    1 - (period - attention) / round trips: with 1 ubatch, what the shared expert hides
     expected_us     afd_ops.split_step of the two
     chosen          afd_ops.choose_ubatches, from the undivided period and the two times of each split
     cosine          of the last streams with those of the undivided step, mean over tokens
@@ -47,6 +47,7 @@ from afd_ops.heap.nvshmem import NvshmemHeap
 
 UBATCHES = (1, 2, 3)
 TRACED = (1, 2)
+SHOWN = 2  # layers in the picture
 PROMPT = 256  # tokens
 WARM, TRIALS = 2, 5
 TRIAL_US = 40_000.0  # steps of a trial: as many as take about so long, within
@@ -183,7 +184,7 @@ def judged(rows: list[dict[str, Any]], layers: int) -> list[dict[str, Any]]:
     chosen = afd_ops.choose_ubatches(undivided, splits, layers)
     for row in rows:
         attention, trips = row["attention_us"], row["round_trips_us"]
-        row["hidden"] = 1 - (row["period_us"] - attention) / trips
+        row["hidden_share"] = 1 - (row["period_us"] - attention) / trips
         row["expected_us"] = afd_ops.split_step(attention, trips, row["ubatches"] * layers)
         row["against_undivided"] = row["period_us"] / undivided - 1
         row["chosen"] = chosen
@@ -210,8 +211,8 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['kind']:8s} T={row['tokens']:5d}  ubatches {row['ubatches']}{chosen}"
         f"  step {row['period_us']:9.1f} us ({row['against_undivided']:+6.1%})  expected {row['expected_us']:9.1f}"
-        f"  attention {row['attention_us']:9.1f}  round trips {row['round_trips_us']:9.1f}  hidden {row['hidden']:6.1%}"
-        f"  cosine {row['cosine']:.4f}"
+        f"  attention {row['attention_us']:9.1f}  round trips {row['round_trips_us']:9.1f}"
+        f"  hidden {row['hidden_share']:6.1%}  cosine {row['cosine']:.4f}"
     )
 
 
@@ -289,8 +290,8 @@ def divided(rank: int, address: str, case: dict[str, Any]) -> None:
     heap.finalize()
 
 
-def drawn(folder: Path, title: str) -> str:
-    """The steps one below the other, all from 0; the longest first, which gives the picture its length."""
+def drawn(folder: Path, title: str, share: float) -> str:
+    """The beginning of the steps, a share of the longest one, one below the other, all from 0."""
     steps = {n: [timeline.read(folder / f"{role}.{n}.json") for role in ("attention", "ffn")] for n in TRACED}
     spans = {n: timeline.span(attention) for n, (attention, _) in steps.items()}
     order = sorted(TRACED, key=lambda n: spans[n][0] - spans[n][1])
@@ -299,12 +300,15 @@ def drawn(folder: Path, title: str) -> str:
         shift = spans[order[0]][0] - spans[n][0]
         for role, kernels in zip(("attention", "ffn"), steps[n], strict=True):
             lanes[f"{role}, {n}"] = [kernel._replace(begin=kernel.begin + shift) for kernel in kernels]
+    begin, end = spans[order[0]]
+    first = f"attention, {order[0]}"  # gives the picture its length
+    lanes[first] = [kernel for kernel in lanes[first] if kernel.begin < begin + share * (end - begin)]
     return timeline.render(lanes, title)
 
 
 def targets(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The least share hidden where attention is the longer side, and what the worst choice loses."""
-    split = [r["hidden"] for r in rows if r["ubatches"] > 1 and r["attention_us"] >= r["round_trips_us"]]
+    split = [r["hidden_share"] for r in rows if r["ubatches"] > 1 and r["attention_us"] >= r["round_trips_us"]]
     losses = [r["against_undivided"] for r in rows if r["ubatches"] == r["chosen"]]
     return {
         "hidden_where_attention_is_longer": min(split, default=None),
@@ -350,8 +354,8 @@ def main() -> int:
     if args.trace:
         halves = [row for row in rows if row["ubatches"] == TRACED[-1]]
         best = min(halves, key=lambda row: row["against_undivided"])
-        title = f"one step of {args.layers} layers, {best['kind']} of {best['tokens']} tokens: undivided, and in halves"
-        (args.trace / "ubatch.svg").write_text(drawn(args.trace, title))
+        title = f"{SHOWN} of {args.layers} layers, {best['kind']} of {best['tokens']} tokens: undivided, and in halves"
+        (args.trace / "ubatch.svg").write_text(drawn(args.trace, title, SHOWN / args.layers))
     return 0
 
 

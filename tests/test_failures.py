@@ -781,6 +781,10 @@ def deadline_of(device: str, fault: str) -> float:
 
 CELLS = list(itertools.product(FAULTS, ("attention", "ffn"), POINTS))
 
+# NVSHMEM jobs with several processes a GPU share files of fixed names (/dev/shm/mps_shm_*); of those that start at the
+# same moment one may fail or hang.
+STARTING = threading.Lock()
+
 # On GPUs: (fault, role, point, whether both sides replay graphs).
 GpuCell = tuple[str, str, str, bool]
 ENDS_A_PROCESS = ("kill", "exit", "leave")
@@ -832,7 +836,8 @@ def strike_gpus(cells: Sequence[GpuCell], seed: int, report: Callable[..., None]
                     fault, role, point, graphs = left[0]
                     cluster.sizes["deadline"] = deadline_of("cuda", fault)
                     cluster.all("prepare", graphs, cluster.sizes["deadline"])
-                    cluster.all("open", f"afd {len(left)}")
+                    with STARTING:
+                        cluster.all("open", f"afd {len(left)}")
                     for rank in cluster.ffn:
                         rank.tell("serve")
                     cluster.all("steps", WARM, LAYER, STAGE, among=cluster.attention)
@@ -984,8 +989,8 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def dev_shm() -> set[str]:
-    """But for what CUDA's driver leaves there when a process ends without its leave."""
-    return {entry.name for entry in Path("/dev/shm").iterdir() if not entry.name.startswith("cuda.shm.")}
+    """But for what CUDA's driver and NVSHMEM leave there when a process ends without their leave."""
+    return {e.name for e in Path("/dev/shm").iterdir() if not e.name.startswith(("cuda.shm.", "mps_shm_"))}
 
 
 _before: set[str] = set()
