@@ -136,48 +136,32 @@ class GraphCache(Generic[G]):
         limit: int | None,
     ) -> None:
         self._capture, self._release, self._taken, self.limit = capture, release, taken, limit
-        self._by_layer: dict[int, tuple[list[int], list[Entry[G]]]] = {}
+        self._entries: dict[tuple[int, int], Entry[G]] = {}
 
     def __iter__(self) -> Iterator[Entry[G]]:
-        return (entry for _, entries in self._by_layer.values() for entry in entries)
+        """By layer, then by bucket."""
+        return (self._entries[key] for key in sorted(self._entries))
 
     def __len__(self) -> int:
-        return sum(len(entries) for _, entries in self._by_layer.values())
-
-    def find(self, layer: int, rows: int) -> Entry[G] | None:
-        """The smallest bucket of the layer that holds `rows`."""
-        found = self._by_layer.get(layer)
-        if found is None:
-            return None
-        index = bisect_left(found[0], rows)
-        return found[1][index] if index < len(found[0]) else None
+        return len(self._entries)
 
     def fill(self, layers: Iterable[int], buckets: Iterable[int]) -> None:
         """Captures what is not there yet: the largest bucket first, so that smaller ones reuse its memory."""
         chosen = list(layers)
         for bucket in sorted(set(buckets), reverse=True):
             for layer in chosen:
-                if bucket in self._by_layer.get(layer, ((), ()))[0]:
+                if (layer, bucket) in self._entries:
                     continue
-                entry = Entry(layer, bucket, self._capture(layer, bucket))
-                self._insert(entry)
-                if not self._keep_to_limit(entry):
+                self._entries[layer, bucket] = Entry(layer, bucket, self._capture(layer, bucket))
+                if not self._keep_to_limit(self._entries[layer, bucket]):
                     break  # what does not fit for one layer does not for the next
-
-    def _insert(self, entry: Entry[G]) -> None:
-        buckets, entries = self._by_layer.setdefault(entry.layer, ([], []))
-        index = bisect_left(buckets, entry.bucket)
-        buckets.insert(index, entry.bucket)
-        entries.insert(index, entry)
 
     def _keep_to_limit(self, newest: Entry[G]) -> bool:
         """Evicts until the limit is kept; whether the newest is still there."""
         kept = True
         while self.limit is not None and len(self) > 0 and self._taken() > self.limit:
             victim = min(self, key=lambda entry: (entry.uses, -entry.bucket, -entry.layer))
-            buckets, entries = self._by_layer[victim.layer]
-            index = bisect_left(buckets, victim.bucket)
-            del buckets[index], entries[index]
+            del self._entries[victim.layer, victim.bucket]
             self._release(victim.graph)
             kept = kept and victim is not newest
         return kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from array import array
 from collections.abc import Callable, Iterable
@@ -70,6 +69,10 @@ class CapturedExperts:
         device: a GPU.
         limit: bytes that graphs may take on the device, their memory pool included; None = no limit. The least used
             are given up first, of those the largest.
+
+    Attributes:
+        inputs: where the server receives items.
+        graph_table: of each graph layer, bucket and cudaGraphExec_t, ordered by them; what `Window.next_item` takes.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class CapturedExperts:
         self.nbytes = 0
         self.seconds = 0.0
         self.live_rows = self.bucket_rows = 0
-        self._table = array("q")
+        self.graph_table = array("q")
         self._entries: list[Entry[_Graph]] = []
         self._pool: Any = None
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -113,26 +116,21 @@ class CapturedExperts:
             raise ValueError(f"buckets go from {sizes[0]} to {sizes[-1]}, expected 1 to {most}: the rows of an item")
         begun = time.perf_counter()
         with torch.cuda.device(self.device), torch.inference_mode():
-            self._graphs.fill(layers, sizes)
-            torch.cuda.synchronize()
-        self._entries = sorted(self._graphs, key=lambda entry: (entry.layer, entry.bucket))
-        words = ((entry.layer, entry.bucket, entry.graph.graph.raw_cuda_graph_exec()) for entry in self._entries)
-        self._table = array("q", itertools.chain.from_iterable(words))
+            self._entries, self.graph_table = [], array("q")  # what is captured may raise, after graphs were given up
+            try:
+                self._graphs.fill(layers, sizes)
+                torch.cuda.synchronize()
+            finally:
+                self._entries = list(self._graphs)
+                for entry in self._entries:
+                    self.graph_table.extend((entry.layer, entry.bucket, entry.graph.graph.raw_cuda_graph_exec()))
         self.seconds += time.perf_counter() - begun
-
-    @property
-    def graphs(self) -> tuple[int, int]:
-        """What `Window.next_item` takes: where the table of all graphs lies, and how many there are.
-
-        Of each three 64-bit words: layer, bucket, cudaGraphExec_t; ordered by them.
-        """
-        return self._table.buffer_info()[0], len(self._entries)
 
     def launched(self, graph: int, rows: int) -> Tensor:
         """Counts a replay; what it makes of the first `rows` rows of `inputs`: [bucket, H], good until the next one.
 
         Args:
-            graph: its place in `graphs`.
+            graph: its place in `graph_table`.
         """
         entry = self._entries[graph]
         entry.uses += 1

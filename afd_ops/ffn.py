@@ -62,7 +62,7 @@ class ExpertServer:
         has = *rows.shape, offsets.shape[0], rows.dtype, rows.device
         if has[0] < needs[0] or has[1:] != needs[1:]:
             raise ValueError(f"experts were captured for (rows, hidden, owned, dtype, device) {has}, not {needs}")
-        self._captured: Any = experts if hasattr(experts, "graphs") else None
+        self._captured: Any = experts if hasattr(experts, "graph_table") else None
         self._nothing = torch.empty((0, facts["hidden"]), dtype=window.wide_dtype, device=device)
         self._times = PhaseTimes(device)
         self._batch_sizes: Counter[int] = Counter()
@@ -111,7 +111,7 @@ class ExpertServer:
         if item.device.type == "cpu":
             entry = item[0].tolist()
             return entry[_C.ITEM_COUNT], entry[_C.ITEM_LAYER], entry[_C.ITEM_ROWS], -1
-        graphs = (0, 0) if self._captured is None else self._captured.graphs
+        graphs = None if self._captured is None else self._captured.graph_table
         while True:  # arrive always posts, an empty item too; what ran before it on the stream may take its time
             mail = self.window.next_item(1.0, graphs)
             if mail is not None:

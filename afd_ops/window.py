@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -279,14 +280,17 @@ class Window:
             raise
         self.check()
 
-    def next_item(self, timeout: float, graphs: tuple[int, int] = (0, 0)) -> tuple[int, int, int, int] | None:
+    def next_item(self, timeout: float, graphs: array[int] | None = None) -> tuple[int, int, int, int] | None:
         """FFN ranks on a GPU: (slots, layer, rows, graph) of the next item from the mailbox; None if it does not come.
 
-        graph: which of `CapturedExperts.graphs` was launched for it on the current stream; -1: none.
+        Args:
+            graphs: `CapturedExperts.graph_table`; `graph` says which of them was launched on the current stream as soon
+                as the mail was there, -1: none.
         """
+        address, words = (0, 0) if graphs is None else graphs.buffer_info()
         stream = torch.cuda.current_stream(self.heap.device).cuda_stream
         return self._device_half.next_item(  # type: ignore[no-any-return]
-            self.id, int(timeout * 1e9), *graphs, stream
+            self.id, int(timeout * 1e9), address, words, stream
         )
 
     def raise_typed(self, error: Exception) -> None:

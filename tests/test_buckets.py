@@ -104,25 +104,20 @@ class Graphs:
         return layer, bucket
 
 
-def test_graphs_are_captured_once_largest_first_and_found_by_size() -> None:
+def test_graphs_are_captured_once_largest_first_and_stand_in_order() -> None:
     graphs = Graphs(None)
     graphs.cache.fill([0, 1], [16, 64, 32])
     assert graphs.captured == [(0, 64), (1, 64), (0, 32), (1, 32), (0, 16), (1, 16)]
     graphs.cache.fill([0, 1], [16, 48])
     assert graphs.captured[6:] == [(0, 48), (1, 48)] and len(graphs.cache) == 8
-    for rows, bucket in ((1, 16), (16, 16), (17, 32), (33, 48), (49, 64), (64, 64)):
-        entry = graphs.cache.find(1, rows)
-        assert entry is not None and entry.graph == (1, bucket)
-    assert graphs.cache.find(1, 65) is None and graphs.cache.find(2, 1) is None
+    assert [entry.graph for entry in graphs.cache] == [(n, b) for n in (0, 1) for b in (16, 32, 48, 64)]
 
 
 def test_the_limit_is_kept_and_the_least_used_go_first() -> None:
     graphs = Graphs(200)
     graphs.cache.fill([0, 1], [16, 64, 32])  # 224 bytes: one of the largest goes
     assert sorted(graphs.alive) == [(0, 16), (0, 32), (0, 64), (1, 16), (1, 32)]
-    for layer, rows, uses in ((0, 64, 3), (0, 32, 1), (1, 32, 2), (0, 16, 5)):
-        entry = graphs.cache.find(layer, rows)
-        assert entry is not None
+    for entry, uses in zip(graphs.cache, (5, 1, 3, 0, 2), strict=True):
         entry.uses = uses
     graphs.cache.fill([2], [48])  # 208 bytes: the newest has no uses either, and is the larger
     assert (2, 48) not in graphs.alive

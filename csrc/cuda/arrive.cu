@@ -2,7 +2,8 @@
 //   moves    one flag word per slot; headers and counts of ready slots
 //   launch   1 warp
 //   order    flag (acquire), then header; header and counts are copied out of the window here, once. The mailbox needs
-//            no fence: every word of it says which item it belongs to
+//            no fence: every word of it says which item it belongs to. It is written before the item's places are:
+//            what the host launches for it runs after this kernel
 //   waits    until a slot is ready (and `linger` longer for more) or the poll interval is over; an empty item is not an
 //            error
 //   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
@@ -246,7 +247,7 @@ __global__ void __launch_bounds__(32)
   }
   __syncwarp();
   int64_t* mail = c.mailbox + arrivals % kMailbox * kMailWords;
-  if (lane < kMailWords)  // first of all: the host is waiting
+  if (lane < kMailWords)  // the host is waiting
     *reinterpret_cast<volatile int64_t*>(&mail[lane]) =
         mail_word(arrivals + 1, lane == kMailCount   ? count
                                 : lane == kMailLayer ? layer

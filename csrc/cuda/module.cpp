@@ -272,12 +272,12 @@ PyObject* mask(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// A captured experts call, as CapturedExperts.table has them: by layer, then by bucket.
+// A row of CapturedExperts.graph_table; they stand by layer, then by bucket.
 struct ExpertGraph {
   int64_t layer, bucket;
   cudaGraphExec_t exec;
 };
-static_assert(sizeof(ExpertGraph) == 3 * sizeof(int64_t));
+static_assert(sizeof(ExpertGraph) % sizeof(int64_t) == 0);
 
 // The smallest bucket of the layer that holds the rows, or `end`.
 const ExpertGraph* find_graph(const ExpertGraph* begin, const ExpertGraph* end, int64_t layer, int64_t rows) {
@@ -287,13 +287,14 @@ const ExpertGraph* find_graph(const ExpertGraph* begin, const ExpertGraph* end, 
   return at != end && at->layer == layer ? at : end;
 }
 
-// The next item's count, layer and rows, as arrive left them in the mailbox; None after the timeout. Its experts are
-// launched from here if one of the graphs is theirs: the GPU waits for nothing else, and Python would take longer.
+// The next item's count, layer and rows, as arrive left them in the mailbox; None after the timeout. The graph of its
+// experts, if the table has one, is launched from here: the GPU waits for nothing else, and Python's lock may be taken.
 PyObject* next_item(PyObject*, PyObject* args) {
-  long long id = 0, timeout_ns = 0, address = 0, graphs = 0, stream = 0;
-  if (!PyArg_ParseTuple(args, "LLLLL", &id, &timeout_ns, &address, &graphs, &stream)) return nullptr;
+  long long id = 0, timeout_ns = 0, table = 0, table_words = 0, stream = 0;
+  if (!PyArg_ParseTuple(args, "LLLLL", &id, &timeout_ns, &table, &table_words, &stream)) return nullptr;
   DeviceWindow& w = *g_device_windows[id].load();
-  const auto* table = reinterpret_cast<const ExpertGraph*>(address);
+  const auto* graphs = reinterpret_cast<const ExpertGraph*>(table);
+  const ExpertGraph *const end = graphs + table_words * sizeof(int64_t) / sizeof(ExpertGraph), *graph = end;
   int64_t* mail = w.control.mailbox + w.expected % kMailbox * kMailWords;
   const auto wanted = static_cast<uint32_t>(w.expected + 1);
   std::array<int64_t, kMailWords> words{};
@@ -305,39 +306,51 @@ PyObject* next_item(PyObject*, PyObject* args) {
     }
     return all;
   };
+  const auto value = [&words](MailWord word) { return static_cast<int32_t>(words[word]); };
   bool found = false;
-  int32_t count = 0, layer = 0, rows = 0;
-  const ExpertGraph *const end = table + graphs, *graph = end;
-  cudaError_t graph_launch = cudaSuccess;
+  cudaError_t launched = cudaSuccess;
   Py_BEGIN_ALLOW_THREADS;
-  // Even a turn of the scheduler is long beside an item's way here: within a second of the last one this only spins.
-  const int64_t busy_until = std::min<int64_t>(w.last_item + kBusyNs, now_ns() + timeout_ns);
-  while (!(found = there()) && now_ns() < busy_until) spin();
+  // A nap is longer than an item's way here: within a second of the last one this only spins, and lets others run now
+  // and then.
   Backoff backoff;
-  while (!found && !(found = there()) && backoff.pause() < timeout_ns) {
-  }
-  found = found && static_cast<uint32_t>(w.expected + 1) == wanted;  // else a reset has dropped it meanwhile
-  if (found) {
-    ++w.expected;
-    count = static_cast<int32_t>(words[kMailCount]);
-    layer = static_cast<int32_t>(words[kMailLayer]);
-    rows = static_cast<int32_t>(words[kMailRows]);
-    if (rows > 0) graph = find_graph(table, end, layer, rows);
-    if (graph != end) {
-      const OnDevice on(w.device);
-      graph_launch = cudaGraphLaunch(graph->exec, reinterpret_cast<cudaStream_t>(stream));
+  const int64_t start = now_ns(), busy_until = w.last_item + kBusyNs;
+  int64_t waited = 0;
+  for (uint32_t turn = 1; !(found = there()) && waited < timeout_ns; ++turn) {
+    const int64_t now = now_ns();
+    if (now >= busy_until) {
+      waited = backoff.pause();
+      continue;
     }
-    if (count > 0) w.last_item = now_ns();
+    waited = now - start;
+    if (turn % kSpinsPerYield == 0)
+      sched_yield();
+    else
+      spin();
+  }
+  if (found && value(kMailRows) > 0) graph = find_graph(graphs, end, value(kMailLayer), value(kMailRows));
+  if (graph != end) {
+    const OnDevice on(w.device);
+    launched = cudaGraphLaunch(graph->exec, reinterpret_cast<cudaStream_t>(stream));
   }
   Py_END_ALLOW_THREADS;
-  CUDA_OR_RETURN(graph_launch);
-  if (found) return Py_BuildValue("(iiii)", count, layer, rows, graph == end ? -1 : static_cast<int>(graph - table));
-  if (static_cast<int32_t>(mail_sequence(words[0]) - wanted) > 0) {
+  if (!found && static_cast<int32_t>(mail_sequence(words[0]) - wanted) > 0) {
     PyErr_SetString(PyExc_RuntimeError,
                     "the mailbox ran over: a captured arrive took items that the host did not read");
     return nullptr;
   }
-  Py_RETURN_NONE;
+  // Under the lock, as rewind() is. A reset that came first has dropped the item: its graph computes on the server's
+  // own buffers, and reply answers nothing.
+  if (!found || static_cast<uint32_t>(w.expected + 1) != wanted) Py_RETURN_NONE;
+  ++w.expected;
+  if (launched != cudaSuccess) {
+    cudaGetLastError();  // else the next op's launch is blamed for it
+    return PyErr_Format(PyExc_RuntimeError, "the graph of layer %lld, bucket %lld could not be launched: %s",
+                        static_cast<long long>(graph->layer), static_cast<long long>(graph->bucket),
+                        cudaGetErrorString(launched));
+  }
+  if (value(kMailCount) > 0) w.last_item = now_ns();
+  return Py_BuildValue("(iiii)", value(kMailCount), value(kMailLayer), value(kMailRows),
+                       graph == end ? -1 : static_cast<int>(graph - graphs));
 }
 
 // Counters live on the device; this copies them into the host half, whose stats() then reads them.
@@ -397,7 +410,7 @@ PyMethodDef kMethods[] = {
     {"peer_gone", peer_gone, METH_VARARGS, "peer_gone(window, peer)"},
     {"mask", mask, METH_VARARGS, "mask(window, peer)"},
     {"next_item", next_item, METH_VARARGS,
-     "next_item(window, timeout_ns, graphs address, graphs, stream) -> (count, layer, rows, graph) or None"},
+     "next_item(window, timeout_ns, table, table words, stream) -> (count, layer, rows, graph) or None"},
     {"fetch_stats", fetch_stats, METH_VARARGS, "fetch_stats(window): into the host half"},
     {"addresses", addresses, METH_VARARGS, "addresses(window) -> dict, for tests and debuggers"},
     {"enable_peer_access", enable_peer_access, METH_VARARGS, "enable_peer_access(device, peer device)"},
