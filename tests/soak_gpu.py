@@ -151,7 +151,7 @@ class Lane:
         self.tables = tables(self.device)
         self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
         self.eager_module = harness.remote(window, 3, stage)
-        self.modules: list[afd_ops.RemoteExperts] = []  # a graph reads its port where it was
+        self.modules: list[afd_ops.RemoteExperts] = []  # a graph reads the port of its module
         sizes = [1, rng.randint(2, 64), rng.randint(65, 256), rng.randint(257, MOST_TOKENS), MOST_TOKENS, 0]
         self.graphs: list[tuple[torch.cuda.CUDAGraph, Steps, Tensor, int]] = []
         with torch.cuda.stream(self.stream):
@@ -485,6 +485,7 @@ def summary(rows: list[dict[str, Any]], phases: tuple[Phase, ...], seed: int) ->
     grown = [mb for row in rows for one in row["by_rank"] for mb in one["grown_mb"].values()]
     return {
         "seed": seed,
+        "csrc": _C.SOURCE_DIGEST,
         "torch": torch.__version__,
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "pairs": pairs,

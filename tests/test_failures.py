@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 import afd_ops
-from afd_ops import Bootstrap, ExpertServer, RemoteExperts, Topology, Window
+from afd_ops import _C, Bootstrap, ExpertServer, RemoteExperts, Topology, Window
 
 FAULTS = {
     "kill": "SIGKILL",
@@ -989,7 +989,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def dev_shm() -> set[str]:
-    """But for what CUDA's driver and NVSHMEM leave there when a process ends without their leave."""
+    """But for what CUDA's driver and NVSHMEM leave behind of a process that is killed."""
     return {e.name for e in Path("/dev/shm").iterdir() if not e.name.startswith(("cuda.shm.", "mps_shm_"))}
 
 
@@ -1030,7 +1030,8 @@ def soak_gpus(seed: int, jobs: int, seconds: float, out: Path | None) -> int:
     """Every batch once, `jobs` at a time; what came out is on disk after every cell. Returns how many went wrong."""
     begin, lock, before, names = time.monotonic(), threading.Lock(), gpu_memory(), dev_shm()
     rows: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"seed": seed, "torch": torch.__version__, "memory_before_mb": before, "rows": rows}
+    result: dict[str, Any] = {"seed": seed, "csrc": _C.SOURCE_DIGEST, "torch": torch.__version__}
+    result |= {"memory_before_mb": before, "rows": rows}
 
     def report(cell: GpuCell, took: float | None, noticed: list[float], failure: str | None) -> None:
         fault, role, point, graphs = cell
