@@ -66,24 +66,58 @@ def span(kernels: Sequence[Kernel]) -> tuple[float, float]:
     return kernels[0].begin, max(kernel.end for kernel in kernels)
 
 
+def between(kernels: Sequence[Kernel], begin: str, end: str) -> list[list[str]]:
+    """Names, cut short, of what runs after each kernel that has `begin` and before the next that has `end`."""
+    out: list[list[str]] = []
+    inside = False
+    for kernel in kernels:
+        if re.search(begin, kernel.name):
+            inside = True
+            out.append([])
+        elif re.search(end, kernel.name):
+            inside = False
+        elif inside:
+            out[-1].append(kernel.name[:40])
+    return out
+
+
 def share(kernels: Sequence[Kernel], has: str) -> float:
     """Of the span, what kernels whose name has the pattern take."""
     begin, end = span(kernels)
     return sum(kernel.duration for kernel in kernels if re.search(has, kernel.name)) / (end - begin)
 
 
-def merged(kernels: Sequence[Kernel], narrow: float) -> list[Kernel]:
-    """Kernels of one kind with less than `narrow` microseconds between them as one, and of those that are shorter
-    themselves only what stands out."""
-    out: list[Kernel] = []
+class Box(NamedTuple):
+    """Kernels drawn as one."""
+
+    kind: int
+    begin: float
+    end: float
+    title: str
+    count: int
+    busy: float
+    hidden: float  # of other kinds, microseconds
+
+
+def boxes(kernels: Sequence[Kernel], narrow: float) -> list[Box]:
+    """A box per kernel, but for neighbours less than `narrow` microseconds apart: those of one kind are one box, which
+    takes in less than `narrow` of other kinds."""
+    out: list[Box] = []
     for kernel in kernels:
-        last = out[-1] if out else None
-        if last and kernel.begin - last.end < narrow and (kernel.kind == last.kind or kernel.duration < narrow):
-            out[-1] = last._replace(duration=max(last.end, kernel.end) - last.begin)
-        elif last and kernel.begin - last.end < narrow and last.duration < narrow:
-            out[-1] = kernel._replace(begin=last.begin, duration=kernel.end - last.begin)
+        new = Box(kernel.kind, kernel.begin, kernel.end, kernel.name, 1, kernel.duration, 0.0)
+        if not out or kernel.begin - out[-1].end >= narrow:
+            out.append(new)
+            continue
+        last = out[-1]
+        end = max(last.end, new.end)
+        if new.kind == last.kind:
+            out[-1] = last._replace(end=end, count=last.count + 1, busy=last.busy + new.busy)
+        elif last.hidden + new.busy < narrow:
+            out[-1] = last._replace(end=end, hidden=last.hidden + new.busy)
+        elif last.busy + last.hidden < narrow:
+            out[-1] = new._replace(begin=last.begin, hidden=last.busy + last.hidden)
         else:
-            out.append(kernel)
+            out.append(new)
     return out
 
 
@@ -102,13 +136,14 @@ def render(lanes: Mapping[str, Sequence[Kernel]], title: str) -> str:
         y = TOP + row * (LANE + GAP)
         parts.append(f'<text x="{LEFT - 10}" y="{y + LANE / 2 + 4}" text-anchor="end">{escape(name)}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH}" height="{LANE}" fill="#f1f5f9"/>')
-        for kernel in merged(kernels, NARROW / scale):
-            left, right = max(kernel.begin, begin), min(kernel.end, end)
+        for box in boxes(kernels, NARROW / scale):
+            left, right = max(box.begin, begin), min(box.end, end)
             if right > left:
                 x, width = LEFT + (left - begin) * scale, max((right - left) * scale, NARROW)
+                title = box.title[:60] if box.count == 1 else f"{box.count} x {KINDS[box.kind][0]}"
                 parts.append(
-                    f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{LANE}" fill="{KINDS[kernel.kind][1]}">'
-                    f"<title>{escape(kernel.name[:60])}: {kernel.duration:.1f} us</title></rect>"
+                    f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{LANE}" fill="{KINDS[box.kind][1]}">'
+                    f"<title>{escape(title)}: {box.busy:.1f} us</title></rect>"
                 )
     step = tick(end - begin)
     at = 0.0

@@ -57,3 +57,30 @@ def test_two_traces_share_one_clock_and_one_picture(tmp_path: Path) -> None:
     x = {re.sub(":.*", "", box[0].text or ""): float(box.get("x", 0)) for box in boxes}
     # The second trace began 10 us later: its 12 is the first one's 22.
     assert x["cutlass gemm"] - x["dispatch_kernel"] == timeline.WIDTH * 12 / 100
+
+
+def test_neighbours_are_one_box_and_hide_little_of_other_kinds() -> None:
+    def kernels(*lengths: tuple[str, float]) -> list[Any]:
+        begin, out = 0.0, []
+        for name, length in lengths:
+            out.append(timeline.Kernel(name, begin, length))
+            begin += length
+        return out
+
+    gemm, reply, copy = "gemm", "reply_kernel", "memcpy"
+    found = timeline.boxes(kernels((gemm, 10), (gemm, 5), (reply, 0.4), (gemm, 3), (copy, 0.7), (gemm, 1)), 1.0)
+    assert [(box.count, round(box.begin, 1), round(box.end, 1), box.busy) for box in found] == [
+        (3, 0, 18.4, 18),
+        (1, 18.4, 20.1, 1),
+    ]
+    found = timeline.boxes(kernels((copy, 0.3), (reply, 20), (copy, 0.6), (copy, 0.6)), 1.0)
+    kinds = [(timeline.KINDS[box.kind][0], round(box.begin, 1)) for box in found]
+    assert kinds == [("dispatch, reply", 0), ("copy", 20.9)]
+    apart = [timeline.Kernel(gemm, begin, 1.0) for begin in (0.0, 1.5, 4.0)]
+    assert [box.count for box in timeline.boxes(apart, 1.0)] == [2, 1]
+
+
+def test_what_runs_between_two_kernels_is_named() -> None:
+    names = ["a", "dispatch_kernel", "b", "c", "combine_kernel", "d", "dispatch_kernel", "e", "await_kernel", "f"]
+    kernels = [timeline.Kernel(name, float(i), 1.0) for i, name in enumerate(names)]
+    assert timeline.between(kernels, "dispatch", "combine|await") == [["b", "c"], ["e"]]
