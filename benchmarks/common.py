@@ -8,6 +8,7 @@ import platform
 import socket
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from afd_ops import _C
 
 HERE = Path(__file__).parent
 TRIALS = 5
@@ -112,6 +115,8 @@ def write(path: Path, rows: list[dict[str, Any]], *, versions: dict[str, str] | 
     result = {
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *(Path(a).name for a in sys.argv[1:])]),
+        "csrc": _C.SOURCE_DIGEST,
         "hardware": hardware(),
         "versions": {
             "python": platform.python_version(),

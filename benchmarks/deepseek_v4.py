@@ -4,10 +4,12 @@
 
 Split: one attention and one FFN rank, a process and a GPU each, over an NVSHMEM window; the attention side is one
 graph compiled by Inductor and replayed by cudagraph trees, the FFN side is an ExpertServer. Unsplit: the same modules
-with the experts in the same graph, in a third process on the attention rank's GPU; all three compile at the same time,
-and one path runs at a time. Weights are random, bf16, the same in both. `period_us` is a step of a free-running
-decode loop, median of the trials; `combine_share` the part of one profiled step that the attention rank's combine
-takes, which is waiting but for one pass over the rows; `cosine` compares the first step's logits, split and unsplit.
+with the experts in the same graph, in a third process on the attention rank's GPU; both paths compile at the same time,
+and run one after the other. The FFN side calls its experts eagerly. Weights are random, bf16, the same in both.
+`period_us` is a step of a free-running decode loop, median of the trials. Of one step under the profiler, which takes
+longer (`profiled_us`): `combine_share`, the part that the attention rank's combine takes, which is waiting but for one
+pass over the rows; `behind_dispatch`, the kernels of each layer between dispatch and combine. `cosine` compares the
+first step's logits, split and unsplit.
 
 --trace saves both ranks' Chrome traces of one step, and draws them (timeline.py).
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,7 +36,8 @@ from torch import Tensor
 import afd_ops
 from afd_ops.heap.nvshmem import NvshmemHeap
 
-PATHS = {"split": "attention", "unsplit": "unsplit"}  # by the rank that decodes
+PATHS = {"split": "attention", "unsplit": "unsplit"}  # what the rank that decodes names its files
+WAITING = "combine_kernel|await_kernel"
 WARM, STEPS, TRIALS = 5, 20, 5
 WAIT = 120.0  # seconds, for a reply or a rank
 COMPILE = 480.0  # seconds, for one measured case
@@ -104,7 +108,8 @@ def measured(loop: Loop, barrier: Callable[[], object], path: Path) -> dict[str,
         "period_us": statistics.median(times),
         "trials_us": [round(t, 1) for t in times],
         "profiled_us": end - begin,
-        "combine_share": timeline.share(kernels, "combine_kernel|await_kernel"),
+        "combine_share": timeline.share(kernels, WAITING),
+        "behind_dispatch": timeline.between(kernels, "dispatch_kernel", WAITING),
         "kernels": len(kernels),
         "replays_per_step": timeline.launches(path),
         **graphs(),
@@ -140,7 +145,7 @@ def decode(
     all_ready()
 
 
-def rank(rank: int, address: str, case: dict[str, Any]) -> None:
+def play(rank: int, address: str, case: dict[str, Any]) -> None:
     """0: attention, 1: FFN, 2: both in one."""
     torch.cuda.set_device(rank % 2)
     config, batch, positions = stack.shaped(case["layers"]), case["batch"], case["context"] + 1024
@@ -182,7 +187,7 @@ def cosine(scratch: Path) -> float:
     return torch.nn.functional.cosine_similarity(a, b, dim=-1).mean().item()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--layers", type=int, default=4, help="12.9 GB of experts each")
     parser.add_argument("--batches", default="1,32,128")
@@ -204,10 +209,10 @@ def main() -> None:
             case = {
                 "layers": args.layers, "batch": batch, "context": args.context, "scratch": scratch, "trace": str(trace),
             }  # fmt: skip
-            failed = stack.ran(rank, 3, case, COMPILE + 4 * WAIT)
+            failed = stack.ran(play, 3, case, COMPILE + 4 * WAIT)
             if failed:
-                rows.append({**sizes, **failed})
-                continue
+                print(failed["failed"])
+                return 1
             for path, name in PATHS.items():
                 rows.append({"path": path, **sizes, **torch.load(Path(scratch) / f"{name}.figures")})
             rows[-1]["cosine"] = cosine(Path(scratch))
@@ -218,7 +223,8 @@ def main() -> None:
                 picture = timeline.render({path.name.split(".")[0]: timeline.read(path) for path in lanes}, title)
                 (trace / f"step.{batch}.svg").write_text(picture)
         common.write(args.out, rows, versions={"cuda": str(torch.version.cuda)}, steps=STEPS, trials=TRIALS)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,12 +1,11 @@
-// The floor of a round trip on one CPU thread: the bytes that have to move, and no protocol.
+// What round_trip_cpu.py compares with: two copies of the payload, a cache line's way between two CPUs, and the floor
+// of a round trip on one CPU thread: the bytes that have to move, and no protocol.
 //   put          x -> slot, T rows
 //   gather       slot -> rows in expert order, T x topk rows
 //   sum and put  rows -> reply, T rows: each the float32 weighted sum of topk rows, rounded once where it lands
 // Where each choice goes is computed beforehand; nothing is allocated, checked or waited for. Slots and replies
 // alternate between two buffers, as the rings of a window do, and each iteration puts what the one before answered.
-#if defined(__linux__)
 #include <pthread.h>
-#endif
 
 #include <algorithm>
 #include <atomic>
@@ -94,16 +93,16 @@ extern "C" int64_t two_memcpy_ns(int64_t iterations, int64_t tokens, int64_t hid
 }
 
 // Nanoseconds of `iterations` ways of a cache line from one CPU to another and back: what tells a shared L3 cache from
-// two. Only where threads can be pinned; else 0.
+// two. 0 if a thread could not be pinned.
 extern "C" int64_t handoff_ns(int64_t iterations, int64_t here, int64_t there) {
-#if defined(__linux__)
   alignas(128) std::atomic<int64_t> word{0};
-  const auto pinned = [](int64_t cpu, auto turn) {
-    return std::thread([cpu, turn] {
+  std::atomic<bool> together{true};
+  const auto pinned = [&together](int64_t cpu, auto turn) {
+    return std::thread([&together, cpu, turn] {
       cpu_set_t set;
       CPU_ZERO(&set);
       CPU_SET(static_cast<size_t>(cpu), &set);
-      pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+      if (pthread_setaffinity_np(pthread_self(), sizeof set, &set) != 0) together = false;
       turn();
     });
   };
@@ -130,8 +129,5 @@ extern "C" int64_t handoff_ns(int64_t iterations, int64_t here, int64_t there) {
   });
   a.join();
   b.join();
-  return took;
-#else
-  return 0;
-#endif
+  return together ? took : 0;
 }

@@ -166,7 +166,7 @@ def measure(case: Case, cpus: list[int], *, trials: int, seconds: float) -> dict
     drained = max(3, min(16, int(seconds / PAUSE / 4)))
     times: dict[str, list[float]] = {"period": [], "drained": [], "floor": [], "memcpy": [], "handoff": []}
     for _ in range(trials):
-        if len(cpus) == 2:
+        if len(set(cpus)) == 2:
             times["handoff"].append(case.handoff_ns(cpus))
         times["period"].append(case.chain_us(chain))
         times["floor"].append(case.floor_us(floor))

@@ -85,7 +85,11 @@ def profiled(barrier: Callable[[], object], work: Callable[[], object], path: Pa
 
 
 def ran(body: Any, processes: int, case: dict[str, Any], seconds: float) -> dict[str, str]:
-    """body(rank, address, case) in fresh processes, killed when they are not done within `seconds`; what went wrong."""
+    """body(rank, address, case) in fresh processes, killed when they are not done within `seconds`.
+
+    Returns:
+        {}, or {"failed": what went wrong}.
+    """
     address = f"127.0.0.1:{29733 + os.getpid() % 1000}"
     context = mp.spawn(body, args=(address, case), nprocs=processes, join=False)
     deadline = time.monotonic() + seconds

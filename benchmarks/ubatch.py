@@ -4,9 +4,10 @@
 
 One attention and one FFN rank, a process and a GPU each, over an NVSHMEM window; layers of DeepSeek-V4-Flash's shape,
 bf16, all kinds of attention, no head. Attention side: torch's own kernels, not Inductor's, in the order of
-examples/deepseek_v4/ubatches.py, captured as one CUDA graph per case and replayed. FFN side: an ExpertServer. The FFN
-rank holds 32 experts a layer, an eighth of Flash's, and gets every choice of every token: the load of one of eight FFN
-ranks that serve eight attention ranks. Decode: requests at position --context. Prefill: prompts of 256 tokens.
+examples/deepseek_v4/ubatches.py, captured as one CUDA graph per case and replayed. FFN side: an ExpertServer whose
+experts are not captured. It holds 32 experts a layer, an eighth of Flash's, and gets every choice of every token: the
+load of one of eight FFN ranks that serve eight attention ranks. Decode: requests at position --context. Prefill:
+prompts of 256 tokens.
 
 Per case and number of ubatches, times of a whole step, each the median of free-running trials:
 
@@ -47,7 +48,6 @@ from afd_ops.heap.nvshmem import NvshmemHeap
 
 UBATCHES = (1, 2, 3)
 TRACED = (1, 2)
-SHOWN = 2  # layers in the picture
 PROMPT = 256  # tokens
 WARM, TRIALS = 2, 5
 TRIAL_US = 40_000.0  # steps of a trial: as many as take about so long, within
@@ -354,8 +354,8 @@ def main() -> int:
     if args.trace:
         halves = [row for row in rows if row["ubatches"] == TRACED[-1]]
         best = min(halves, key=lambda row: row["against_undivided"])
-        title = f"{SHOWN} of {args.layers} layers, {best['kind']} of {best['tokens']} tokens: undivided, and in halves"
-        (args.trace / "ubatch.svg").write_text(drawn(args.trace, title, SHOWN / args.layers))
+        title = f"the first quarter of a step, {best['kind']} of {best['tokens']} tokens: undivided, and in halves"
+        (args.trace / "ubatch.svg").write_text(drawn(args.trace, title, 0.25))
     return 0
 
 
