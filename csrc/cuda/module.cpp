@@ -309,6 +309,7 @@ PyObject* next_item(PyObject*, PyObject* args) {
   const auto value = [&words](MailWord word) { return static_cast<int32_t>(words[word]); };
   bool found = false;
   cudaError_t launched = cudaSuccess;
+  const OnDevice on(w.device);
   Py_BEGIN_ALLOW_THREADS;
   // A nap is longer than an item's way here: within a second of the last one this only spins, and lets others run now
   // and then.
@@ -328,10 +329,7 @@ PyObject* next_item(PyObject*, PyObject* args) {
       spin();
   }
   if (found && value(kMailRows) > 0) graph = find_graph(graphs, end, value(kMailLayer), value(kMailRows));
-  if (graph != end) {
-    const OnDevice on(w.device);
-    launched = cudaGraphLaunch(graph->exec, reinterpret_cast<cudaStream_t>(stream));
-  }
+  if (graph != end) launched = cudaGraphLaunch(graph->exec, reinterpret_cast<cudaStream_t>(stream));
   Py_END_ALLOW_THREADS;
   if (!found && static_cast<int32_t>(mail_sequence(words[0]) - wanted) > 0) {
     PyErr_SetString(PyExc_RuntimeError,
