@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from afd_ops import _C
+from afd_ops.errors import ClosedError
 from afd_ops.window import Window
 
 
@@ -15,8 +16,8 @@ class RemoteExperts(nn.Module):
     """Experts that live on FFN ranks: a drop-in for an `experts(hidden, topk_ids, topk_weights)` module.
 
     Build, move, load and profile it before any window exists; `attach` later fills its port. Detached, it contributes
-    nothing and returns `base` (and says so once). All layers share one compiled graph: which layer this is travels in
-    the port, not in the graph.
+    nothing and returns `base`; called eagerly it warns of that once. All layers share one compiled graph: which layer
+    this is travels in the port, not in the graph.
 
     Args:
         layer: sent along, so that the FFN ranks know whose experts are meant.
@@ -43,6 +44,7 @@ class RemoteExperts(nn.Module):
 
         Raises:
             ValueError: the window is an FFN rank's, lacks the stage, or this module is on another device.
+            ClosedError: the window is closed.
         """
         if window is None:
             self.port.zero_()
@@ -52,6 +54,8 @@ class RemoteExperts(nn.Module):
             raise ValueError(
                 f"window belongs to {window.topology.describe(window.bootstrap.rank)}, expected an attention rank"
             )
+        if window.closed:
+            raise ClosedError(f"window {window.id} is closed")
         if self.port.device != window.heap.device:
             raise ValueError(
                 f"port is on {self.port.device}, but the window is on {window.heap.device}; move the module first"
@@ -64,6 +68,9 @@ class RemoteExperts(nn.Module):
     def dispatch(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """Sends the tokens and returns the ticket for `combine`; what is computed in between overlaps with the experts.
 
+        Call both inside `with window.step():`: there errors are typed, and a step that raises in between stops the
+        window instead of keeping a ring for good.
+
         Args:
             hidden: [T, H] in the window's wide dtype.
             topk_ids: [T, topk] int32 or int64; -1 = no expert.
@@ -75,7 +82,7 @@ class RemoteExperts(nn.Module):
         return torch.ops.afd.dispatch(hidden, topk_ids, topk_weights, self.port, self.order, self.window_id)  # type: ignore[no-any-return]
 
     def combine(self, ticket: Tensor, base: Tensor) -> Tensor:
-        """base [T, H] + the experts' weighted sums.
+        """base [T, H] + the experts' weighted sums, in base's dtype.
 
         Give it what was computed since `dispatch`: a compiler moves work that combine does not need behind it. To keep
         that work from moving in front of `dispatch`, compile with `options={"reorder_for_peak_memory": False}`.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -16,12 +16,16 @@ from afd_ops import _C
 from afd_ops.buckets import Entry, GraphCache
 from afd_ops.layout import PAYLOAD_DTYPES, WIDE_DTYPES
 
-Experts = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""(rows [R, H], scales, offsets [owned experts] int32, layer) -> [R, H].
 
-Rows stand in local-expert order, expert e's from offsets[e - 1] to offsets[e]. Rows past the last offset are
-uninitialised: they may be computed on, never reduced over. With a float8_e4m3fn payload scales is float32
-[R, H / 128], see `dequantize`, else [0]. The result is in the window's wide dtype."""
+class Experts(Protocol):
+    """Any callable (rows [R, H], scales, offsets [owned experts] int32, layer) -> [R, H].
+
+    Rows stand in local-expert order, expert e's from offsets[e - 1] to offsets[e]. Rows past the last offset are
+    uninitialised: they may be computed on, never reduced over. With a float8_e4m3fn payload scales is float32
+    [R, H / 128], see `dequantize`, else [0]. The result is in the window's wide dtype.
+    """
+
+    def __call__(self, rows: Tensor, scales: Tensor, offsets: Tensor, layer: int, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)

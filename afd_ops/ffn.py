@@ -207,15 +207,33 @@ class GroupedSwiGLU(nn.Module):
     Formula: DeepSeek-V4's clamped SwiGLU (`swiglu_limit`).
 
     Args:
-        gate_up: per layer [owned experts, 2 I, H]; the first I output rows are the gate.
+        gate_up: per layer [owned experts, 2 I, H]; the first I output rows are the gate. Of this rank's experts only,
+            `topology.experts_of(rank)`, in the window's wide dtype.
         down: per layer [owned experts, H, I].
         limit: L; None = no clamp.
+
+    Raises:
+        ValueError: a shape or dtype does not fit; names it.
     """
 
     def __init__(self, gate_up: Sequence[Tensor], down: Sequence[Tensor], limit: float | None = None) -> None:
         super().__init__()
         if len(gate_up) != len(down):
             raise ValueError(f"gate_up has {len(gate_up)} layers, down has {len(down)}")
+        for layer, (g, d) in enumerate(zip(gate_up, down, strict=True)):
+            if g.dim() != 3 or d.dim() != 3 or g.shape[1] % 2:
+                raise ValueError(
+                    f"gate_up[{layer}] is {list(g.shape)} and down[{layer}] {list(d.shape)}, expected a tensor per "
+                    "layer: [experts, 2 I, H] and [experts, H, I]"
+                )
+            experts, width, hidden = g.shape
+            if list(d.shape) != [experts, hidden, width // 2]:
+                raise ValueError(
+                    f"down[{layer}] is {list(d.shape)}, expected {[experts, hidden, width // 2]}: [experts, H, I] of "
+                    f"gate_up[{layer}], [experts, 2 I, H] = {list(g.shape)}"
+                )
+            if g.dtype != d.dtype:
+                raise ValueError(f"down[{layer}] is {d.dtype}, but gate_up[{layer}] is {g.dtype}")
         self.gate_up = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in gate_up)
         self.down = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in down)
         self.limit = limit
@@ -226,7 +244,11 @@ class GroupedSwiGLU(nn.Module):
             raise ValueError(f"layer is {layer}, but there are experts for {len(self.gate_up)} layers")
         if rows.dtype == torch.float8_e4m3fn:
             rows = dequantize(rows, scales)
-        gate, up = nn.functional.grouped_mm(rows, self.gate_up[layer].transpose(-2, -1), offs=offsets).chunk(2, dim=-1)
+        first = self.gate_up[layer]
+        has, needs = (first.shape[0], first.shape[2], first.dtype), (offsets.shape[0], rows.shape[1], rows.dtype)
+        if has != needs:
+            raise ValueError(f"gate_up[{layer}] has (experts, H, dtype) {has}, but the items of this rank need {needs}")
+        gate, up = nn.functional.grouped_mm(rows, first.transpose(-2, -1), offs=offsets).chunk(2, dim=-1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         hidden = nn.functional.silu(gate) * up

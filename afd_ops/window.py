@@ -58,6 +58,10 @@ class Window:
 
     An engine must call `check()` after synchronising and before it uses a step's output: a replayed graph calls no
     Python and cannot raise.
+
+    Attributes:
+        role, role_rank: "attention" or "ffn", and which of that role.
+        topology, bootstrap: as given.
     """
 
     order: torch.Tensor
@@ -387,7 +391,8 @@ class Window:
 
     def __del__(self) -> None:
         # Not collective. Without it the id would outlive the memory behind it.
-        with suppress(AttributeError):  # a constructor that raised on its first lines
+        # A constructor that raised on its first lines; an interpreter that has taken its modules apart.
+        with suppress(AttributeError, TypeError):
             self.close()
 
     def __enter__(self) -> Window:

@@ -170,6 +170,28 @@ def test_experts_of_other_sizes_are_refused_by_name() -> None:
         afd_ops.CapturedExperts(Experts(), rows=8, hidden=16, owned=4, dtype=torch.float32, device="cpu")
 
 
+def test_expert_weights_that_do_not_fit_are_named() -> None:
+    """symptom: a stacked tensor in the place of a list of layers gave answers of uninitialised memory, and no error."""
+    gate_up, down = torch.zeros(4, 2 * 8, 16), torch.zeros(4, 16, 8)
+    with pytest.raises(ValueError, match=re.escape("gate_up[0] is [16, 16] and down[0] [16, 8], expected a tensor")):
+        afd_ops.GroupedSwiGLU(gate_up, down)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=re.escape("down[0] is [4, 8, 16], expected [4, 16, 8]")):
+        afd_ops.GroupedSwiGLU([gate_up], [down.transpose(1, 2)])
+    with pytest.raises(ValueError, match=re.escape("down[0] is torch.float64, but gate_up[0] is torch.float32")):
+        afd_ops.GroupedSwiGLU([gate_up], [down.double()])
+    experts, nothing = afd_ops.GroupedSwiGLU([gate_up], [down]), torch.empty(0)
+    two, four = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([1, 1, 2, 2], dtype=torch.int32)
+    assert experts(torch.ones(2, 16), nothing, four, 0).shape == (2, 16)
+    for rows, offsets, needs in (
+        (torch.ones(2, 16), two, "(2, 16, torch.float32)"),
+        (torch.ones(2, 24), four, "(4, 24, torch.float32)"),
+        (torch.ones(2, 16).bfloat16(), four, "(4, 16, torch.bfloat16)"),
+    ):
+        says = f"gate_up[0] has (experts, H, dtype) (4, 16, torch.float32), but the items of this rank need {needs}"
+        with pytest.raises(ValueError, match=re.escape(says)):
+            experts(rows, nothing, offsets, 0)
+
+
 def test_quantiles_are_upper_bounds() -> None:
     histogram = metrics.Histogram()
     assert histogram.quantile(0.5) == 0.0

@@ -956,7 +956,8 @@ def test_close_may_be_called_twice_and_ops_say_closed() -> None:
             ffn.close()
         ops: list[tuple[Window, Callable[[], Any]]] = [
             (attention, flight.combine),
-            (attention, lambda: ask(attention)),
+            (attention, lambda: flight.module.dispatch(*flight.step[:3])),
+            (attention, lambda: harness.remote(attention)),
             (ffn, lambda: torch.ops.afd.arrive(server.port, ffn.id)),
             (ffn, lambda: torch.ops.afd.receive(item, server.port, ffn.id, 64)),
             (ffn, lambda: torch.ops.afd.reply(torch.zeros(64, 16), item, server.port, ffn.id)),
