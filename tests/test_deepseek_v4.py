@@ -34,6 +34,8 @@ from deepseek_v4 import Checkpoint, Config, DeepseekV4, LocalExperts, Random, Re
 from deepseek_v4.config import CSA, HASH, HCA, LEARNED, SLIDING
 from small_v4 import SMALL
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 ATOL = 5e-5
 ROWS, LENGTH = 3, 61
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -131,14 +133,6 @@ def made(name: str, factory: pytest.TempPathFactory) -> Reference:
     if name not in MADE:
         MADE[name] = Reference(VARIANTS[name], factory.mktemp(name))
     return MADE[name]
-
-
-@pytest.fixture(autouse=True)
-def quiet_torch() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 def zeros(count: int = ROWS) -> Tensor:

@@ -32,6 +32,8 @@ from deepseek_v4 import Config, DeepseekV4, LocalExperts, Random, RemoteExperts,
 from deepseek_v4.attention import Ring, linear
 from small_v4 import SMALL
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 ATOL = 5e-5  # of float32 logits
 ROWS, LENGTH, DIM, WIDTH = 4, 40, 64, 56
 LAYERS = 3  # one of each kind of attention
@@ -103,14 +105,6 @@ def agrees(logits: Tensor, expected: Tensor, piece: tuple[int, int, int]) -> boo
     row, count, steps = piece
     places = [expected[row + i, STARTS[row + i] : STARTS[row + i] + steps] for i in range(count)]
     return torch.allclose(logits.cpu(), torch.stack(places), rtol=0, atol=ATOL)
-
-
-@pytest.fixture(autouse=True)
-def quiet_torch() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 # Results.
