@@ -65,7 +65,7 @@ class Topology:
         return 1 + max(local for _, local in self.expert_map)
 
     def role(self, world_rank: int) -> Role:
-        """ "attention" or "ffn": attention ranks come first. Raises ValueError outside 0 .. world_size-1."""
+        """Of a world rank, "attention" or "ffn": attention ranks come first. Raises ValueError outside the world."""
         if not 0 <= world_rank < self.world_size:
             raise ValueError(f"world rank is {world_rank}, expected 0 to {self.world_size - 1}")
         return "attention" if world_rank < self.attention_size else "ffn"

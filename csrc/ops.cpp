@@ -9,9 +9,8 @@ STABLE_TORCH_LIBRARY(afd, m) {
   m.def("arrive(Tensor(a!) port, int window) -> Tensor");
   m.def("receive(Tensor item, Tensor(a!) port, int window, int rows) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "receive_into(Tensor item, Tensor(a!) rows, Tensor(b!) scales, Tensor(c!) offsets, Tensor(d!) port, int window) "
-      "-> "
-      "()");
+      "receive_into(Tensor item, Tensor(a!) rows, Tensor(b!) scales, Tensor(c!) offsets, Tensor(d!) port, int window)"
+      " -> ()");
   m.def("reply(Tensor expert_out, Tensor item, Tensor(a!) port, int window) -> ()");
   m.def("combine(Tensor ticket, Tensor base, Tensor port, Tensor(a!) order, int window) -> Tensor");
 }

@@ -7,7 +7,7 @@
 namespace afd {
 
 constexpr int64_t kBusyNs = 1'000'000'000;  // an FFN rank that had an item this long ago is not idle
-constexpr uint32_t kSpinsPerYield = 512;    // of one that is not: some 50 us
+constexpr uint32_t kSpinsPerYield = 512;    // of one that is not
 
 struct DeviceWindow {
   int device = -1;
