@@ -10,7 +10,7 @@ import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -284,6 +284,11 @@ class Window:
             raise
         self.check()
 
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """FFN ranks on a GPU: a graph that begins with arrive, on the current stream; raises what arrive would."""
+        stream = torch.cuda.current_stream(self.heap.device).cuda_stream
+        self._device_half.replay(self.id, graph.raw_cuda_graph_exec(), stream)
+
     def next_item(self, timeout: float, graphs: array[int] | None = None) -> tuple[int, int, int, int] | None:
         """FFN ranks on a GPU: (slots, layer, rows, graph) of the next item from the mailbox; None if it does not come.
 
@@ -297,7 +302,7 @@ class Window:
             self.id, int(timeout * 1e9), address, words, stream
         )
 
-    def raise_typed(self, error: Exception) -> None:
+    def raise_typed(self, error: Exception) -> NoReturn:
         """Raises `error`, in its typed form if an op of this window raised it."""
         better: Exception = error
         if isinstance(error, RuntimeError):

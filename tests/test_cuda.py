@@ -345,7 +345,8 @@ def test_every_op_is_an_nvtx_range(tmp_path: Path) -> None:
     subprocess.run(["g++", "-xc", "-shared", "-fPIC", str(tmp_path / "tool.c"), "-o", tool], check=True)
     (output,) = run_scripts(ANNOTATED, (), environment={"NVTX_INJECTION64_PATH": tool})
     ranges = re.findall(r"^nvtx push afd::(\w+)\nnvtx pop$", output, re.MULTILINE)
-    assert ranges == ["plan", "dispatch", "arrive", "receive", "reply", "combine"], output
+    # A server calls arrive and receive once, for its graph.
+    assert ranges == ["plan", "arrive", "receive", "dispatch", "reply", "combine"], output
 
 
 # Streams.
@@ -724,6 +725,26 @@ def test_a_dispatch_without_a_free_ring_is_an_error_and_publishes_nothing(depth:
         assert window.stats()["dispatches"] == depth + 1  # and the cluster's first
         ready.reset()
         assert_exact_again(ready)
+
+
+def test_more_experts_than_threads_and_more_slots_than_lanes_are_exact(seed: int) -> None:
+    """faults: arrive sees the slots of its first 32 only, or places the rows of its first 256 experts only."""
+    stages, depth, tokens, topk = 5, 3, 40, 8
+    slots = 3 * stages * depth
+    sizes = dict(stages=stages, depth=depth, tokens=tokens, topk=topk, rows=slots * tokens * topk, dtype=torch.float32)
+    with cluster(afd_ops.Topology(3, 1, 600), **sizes, **BY_HAND) as ready:
+        for _ in range(3):
+            sent = []
+            for window in ready.attention:
+                for stage in [*range(stages)] * depth:
+                    module, step = harness.remote(window, 1, stage), one_step(window, tokens)
+                    sent.append((module, step, module.dispatch(*step[:3])))
+            harness.synchronize()
+            assert ready.answer() == [slots]
+            for module, step, ticket in sent:
+                assert torch.equal(module.combine(ticket, step[3]), oracle(*step, 1))
+        for window in ready.windows:
+            window.check()
 
 
 def assert_the_attention_rank_learns_of_it(module: afd_ops.RemoteExperts, ticket: Tensor, base: Tensor) -> None:

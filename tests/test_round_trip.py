@@ -173,7 +173,7 @@ def test_float8_rows_are_dequantised_for_the_grouped_gemm(seed: int) -> None:
             for rank in (window, *ffn):
                 rank.check()
     error = (outs[0] - outs[1]).norm() / outs[1].norm()
-    assert 0 < error < 0.05
+    assert 0 < error < 0.08  # 400 seeds gave 0.024 to 0.055
 
 
 @pytest.mark.parametrize("width", [torch.int32, torch.int64])

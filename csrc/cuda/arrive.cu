@@ -1,9 +1,10 @@
 // arrive: wait for any slot, choose what to compute together, say so to the device (item) and to the host (mailbox).
 //   moves    one flag word per slot; headers and counts of ready slots
-//   launch   1 warp
-//   order    flag (acquire), then header; header and counts are copied out of the window here, once. The mailbox needs
-//            no fence: every word of it says which item it belongs to. It is written before the item's places are:
-//            what the host launches for it runs after this kernel
+//   launch   one CTA of 256 threads: its first warp polls, then a thread per expert
+//   order    flag (acquire, by the first warp; __syncthreads hands it on), then header; header and counts are copied
+//   out
+//            of the window here, once. The mailbox needs no fence: every word of it says which item it belongs to. It
+//            is written before the item's places are: what the host launches for it runs after this kernel
 //   waits    until a slot is ready (and `linger` longer for more) or the poll interval is over; an empty item is not an
 //            error
 //   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
@@ -14,9 +15,9 @@
 namespace afd {
 namespace {
 
-constexpr int kTogether = 8;  // loads of a lane under way at a time
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 
-// Peers that ended, each acted on once, by the lane that owns it.
+// Peers that ended, each acted on once, by the lane of the first warp that owns it.
 __device__ void watch_peers(const DeviceControl& c, bool across_pcie) {
   for (int32_t p = threadIdx.x; p < c.peers; p += 32) {
     int32_t sticky = peer_state(c, p);
@@ -41,57 +42,121 @@ __device__ void refuse_flag(const DeviceControl& c, uint32_t index, int32_t seen
   close_region(c, bad_flag(r, static_cast<int32_t>(region), seen));
 }
 
-// What the choice needs beside the window, in shared memory.
+// What the choice needs beside the window, in shared memory: arrive_bytes.
 struct Choosing {
-  int64_t* chosen;  // [slots]: the item's
+  int32_t* order;   // [slots]: which slot is the i-th to be looked at
+  int32_t* chosen;  // [slots]: the item's
   int32_t* total;   // [local_experts]: rows of the item so far
-  int32_t* counts;  // [local_experts]: of the slot that is looked at; at the end, where an expert's rows begin
-  __device__ Choosing(const DeviceControl& c, void* memory) {
-    chosen = static_cast<int64_t*>(memory);
-    total = reinterpret_cast<int32_t*>(chosen + c.slots());
-    counts = total + c.geometry.local_experts;
+  int32_t* counts;  // [local_experts]: of the slot that is looked at
+  uint32_t* ready;  // [slots / 32, rounded up]: bit i % 32 of word i / 32: the i-th in order is ready
+  __device__ Choosing(const DeviceControl& c, int32_t* memory)
+      : order(memory),
+        chosen(order + c.slots()),
+        total(chosen + c.slots()),
+        counts(total + c.geometry.local_experts),
+        ready(reinterpret_cast<uint32_t*>(counts + c.geometry.local_experts)) {}
+};
+
+// A slot, and what a 64-bit division would take as long as a load to find.
+struct Place {
+  int32_t index, region, stage, ring;
+  __device__ Place(const DeviceControl& c, int32_t index_)
+      : index(index_),
+        region(index_ / static_cast<int32_t>(c.layout.slots_per_region)),
+        stage(index_ % static_cast<int32_t>(c.layout.slots_per_region) / static_cast<int32_t>(c.geometry.depth)),
+        ring(index_ % static_cast<int32_t>(c.layout.slots_per_region) % static_cast<int32_t>(c.geometry.depth)) {}
+};
+
+// What the warps tell each other.
+struct Exchange {
+  SlotHeader header;
+  int64_t sums[kWarps];
+};
+
+// The first warp's wait. Its lanes own every 32nd slot in order.
+struct Poll {
+  int64_t start, since = 0;  // since: when a slot was first seen ready
+  uint64_t free = 0;         // bit i: this lane's i-th slot is not taken. Only arrive takes: it need not ask again
+  uint32_t turn = 0, strange_at = 0;
+  int32_t strange = kEmpty;  // a flag word that this lane saw and nobody may have written
+
+  // Until a slot is ready; m.ready says which. With `once` also if none is. False: there is nothing to wait for any
+  // more.
+  __device__ bool wait(const DeviceControl& c, const Choosing& m, int64_t linger_ns, bool once) {
+    const uint32_t lane = threadIdx.x, slots = static_cast<uint32_t>(c.slots());
+    while (true) {
+      int32_t seen = 0;
+      for (uint32_t base = 0; base < slots; base += 32) {
+        bool ready = false;
+        if (base + lane < slots) {
+          const uint32_t at = m.order[base + lane], region = at / static_cast<uint32_t>(c.layout.slots_per_region);
+          // taken first, then the flag: an answered slot must not be taken again (docs/protocol.md)
+          const uint64_t mine = base / 32 < 64 ? 1ull << (base / 32) : 0;
+          bool open = (free & mine) != 0;
+          if (!open) open = load_acquire_gpu(&c.taken[at].sequence) < 0;
+          if (open) {
+            free |= mine;
+            const int32_t state = load_relaxed(&c.region[region]), sticky = peer_state(c, region);
+            const int32_t flag = load_acquire(flag_of(c.window, c.layout, at));
+            ready = flag == kReady && state == kAlive && sticky == kAlive;
+            if (flag != kReady && flag != kEmpty) strange = flag, strange_at = at;
+          }
+        }
+        const uint32_t found = __ballot_sync(kWarp, ready);
+        if (lane == 0) m.ready[base / 32] = found;
+        seen += __popc(found);
+      }
+      if (seen > 0) {
+        if (linger_ns == 0) return true;
+        const int64_t now = global_ns();
+        if (since == 0) since = now;
+        if (__any_sync(kWarp, seen >= c.peers || now - since >= linger_ns)) return true;
+      } else if (once) {
+        return true;
+      }
+      if (++turn % 16 != 0) continue;
+      watch_peers(c, turn % 256 == 0);
+      if (strange != kEmpty) refuse_flag(c, strange_at, strange);
+      strange = kEmpty;
+      __syncwarp();
+      bool over = has_failed(c) || global_ns() - start > c.poll_ns;
+      if (turn % 256 == 0) over |= ask_host(&c.mapped->abort) != 0;
+      if (__any_sync(kWarp, over)) return false;
+    }
   }
 };
 
 // Checks a ready slot's header and counts; false (region closed) if the protocol forbids them, or it was closed before.
-__device__ bool admit(const DeviceControl& c, int64_t index, int32_t generation, const Choosing& m, SlotHeader& h) {
+// One answer for all threads, and one header: a peer may be overwriting it. A rehearsal closes nothing.
+__device__ bool admit(const DeviceControl& c, const Place& at, int32_t generation, const Choosing& m, Exchange& x,
+                      bool rehearses, SlotHeader& h) {
   const Geometry& g = c.geometry;
-  const Slot slot(c.window, c.layout, index);
-  const int lane = threadIdx.x;
-  const uint32_t region = static_cast<uint32_t>(index) / static_cast<uint32_t>(c.layout.slots_per_region);
-  const uint32_t within = static_cast<uint32_t>(index) % static_cast<uint32_t>(c.layout.slots_per_region);
-  const uint32_t depth = static_cast<uint32_t>(g.depth);
-  const int32_t state = load_relaxed(&c.region[region]);
-  h = *slot.header;  // every lane: one request
-  int32_t n[kTogether];
-  const auto load = [&](int32_t e) {
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i)
-      if (e + 32 * i < g.local_experts) n[i] = slot.counts[e + 32 * i];
-  };
-  load(lane);  // does not wait for the header
-  const int64_t ring = within % depth, most = static_cast<int64_t>(h.num_tokens) * g.topk;
+  const Slot slot(c.window, c.layout, at.index);
+  constexpr int kHeaderWords = sizeof(SlotHeader) / 4;
+  const int32_t state = load_relaxed(&c.region[at.region]);
+  if (threadIdx.x < kHeaderWords)
+    reinterpret_cast<int32_t*>(&x.header)[threadIdx.x] = reinterpret_cast<const int32_t*>(slot.header)[threadIdx.x];
   int64_t mine = 0;
-  int32_t worst = -1;
-  for (int32_t first = lane; first < g.local_experts; first += 32 * kTogether) {
-    if (first != lane) load(first);
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int32_t e = first + 32 * i;
-      if (e >= g.local_experts) break;
-      m.counts[e] = n[i];
-      if (n[i] < 0 || n[i] > (e < c.local_experts() ? most : 0)) worst = e;
-      mine += n[i];
-    }
+  uint32_t most_here = 0;  // a negative count is a large one
+  bool strange = false;
+  for (int32_t e = threadIdx.x; e < g.local_experts; e += kThreads) {
+    const int32_t n = slot.counts[e];
+    m.counts[e] = n;
+    mine += n;
+    most_here = max(most_here, static_cast<uint32_t>(n));
+    strange |= e >= c.local_experts() && n != 0;
   }
-  // Over the warp in two parts that cannot overflow: a count is less than 2^31, a lane has at most 2^7 of them.
+  // Over the warp in two parts that cannot overflow: a count is less than 2^31, and a thread has at most 2^5 of them.
   const int64_t sum = (static_cast<int64_t>(__reduce_add_sync(kWarp, static_cast<uint32_t>(mine >> 20))) << 20) +
                       __reduce_add_sync(kWarp, static_cast<uint32_t>(mine & 0xfffff));
-  worst = __reduce_max_sync(kWarp, worst);
-  __syncwarp();
-  if (!__all_sync(kWarp, state == kAlive)) return false;
-  ErrorRecord r = error_at(Kind::Protocol, Op::arrive, h.layer, static_cast<int32_t>(region),
-                           static_cast<int32_t>(within / depth), ring, h.sequence);
+  if (threadIdx.x % 32 == 0) x.sums[threadIdx.x / 32] = sum;
+  if (!__syncthreads_and(state == kAlive)) return false;
+  h = x.header;
+  int64_t routed = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) routed += x.sums[w];
+  const int64_t most = static_cast<int64_t>(h.num_tokens) * g.topk;
+  ErrorRecord r = error_at(Kind::Protocol, Op::arrive, h.layer, at.region, at.stage, at.ring, h.sequence);
   const auto fails = [&r](bool bad, Field field, int64_t expected, int64_t seen) {
     if (!bad) return false;
     r.field = static_cast<int32_t>(field);
@@ -99,161 +164,133 @@ __device__ bool admit(const DeviceControl& c, int64_t index, int32_t generation,
     r.seen = seen;
     return true;
   };
-  const bool bad = fails(h.magic != kHeaderMagic, Field::magic, kHeaderMagic, h.magic) ||
-                   fails(h.version != kWireVersion, Field::version, kWireVersion, h.version) ||
-                   fails(h.generation != generation, Field::generation, generation, h.generation) ||
-                   fails(h.flags != 0, Field::flags, 0, h.flags) ||
-                   fails(h.sequence < 0, Field::sequence, 0, h.sequence) ||
-                   fails(ring_of(c, h.sequence) != ring, Field::ring, ring, ring_of(c, h.sequence)) ||
-                   fails(h.layer < 0 || h.layer >= g.layers, Field::layer, g.layers - 1, h.layer) ||
-                   fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens) ||
-                   fails(worst >= 0, Field::counts, most, m.counts[worst < 0 ? 0 : worst]) ||
-                   fails(sum != h.routed || sum > most, Field::counts, h.routed, sum);
-  // Every lane has loaded the header: one that a peer is just overwriting must not part them.
-  const bool refused = __any_sync(kWarp, bad);
-  const bool speaks = refused && __ffs(static_cast<int>(__ballot_sync(kWarp, bad))) - 1 == lane;
-  if (speaks) close_region(c, r);
-  __syncwarp();
-  return !refused;
+  const bool bad_header = fails(h.magic != kHeaderMagic, Field::magic, kHeaderMagic, h.magic) ||
+                          fails(h.version != kWireVersion, Field::version, kWireVersion, h.version) ||
+                          fails(h.generation != generation, Field::generation, generation, h.generation) ||
+                          fails(h.flags != 0, Field::flags, 0, h.flags) ||
+                          fails(h.sequence < 0, Field::sequence, 0, h.sequence) ||
+                          fails(ring_of(c, h.sequence) != at.ring, Field::ring, at.ring, ring_of(c, h.sequence)) ||
+                          fails(h.layer < 0 || h.layer >= g.layers, Field::layer, g.layers - 1, h.layer) ||
+                          fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens);
+  const bool bad_count = !bad_header && (strange || most_here > most), any = __syncthreads_or(bad_count);
+  if (any) {
+    if (bad_count && !rehearses && fails(true, Field::counts, most, static_cast<int32_t>(most_here)))
+      close_region(c, r);
+    return false;
+  }
+  if (!bad_header && !fails(routed != h.routed || routed > most, Field::counts, h.routed, routed)) return true;
+  if (threadIdx.x == 0 && !rehearses) close_region(c, r);
+  return false;
 }
 
 // Takes an admitted slot into the item as its n-th. Rows stand by expert, and within an expert in item order: `first`
 // is relative to the expert's rows until place_rows.
-__device__ void take(const DeviceControl& c, int64_t index, const SlotHeader& h, int32_t n, const Choosing& m,
+__device__ void take(const DeviceControl& c, const Place& at, const SlotHeader& h, int32_t n, const Choosing& m,
                      int32_t* item) {
   const int64_t width = c.geometry.local_experts;
-  for (int32_t e = threadIdx.x; e < c.local_experts(); e += 32) {
-    c.counts[index * width + e] = m.counts[e];
-    c.first[index * width + e] = m.total[e];
-    m.total[e] += m.counts[e];
+  for (int32_t e = threadIdx.x; e < c.local_experts(); e += kThreads) {
+    const int32_t before = n > 0 ? m.total[e] : 0, count = m.counts[e];
+    c.counts[at.index * width + e] = count;
+    if (n > 0) c.first[at.index * width + e] = before;
+    m.total[e] = before + count;
   }
   if (threadIdx.x != 0) return;
-  m.chosen[n] = index;
-  c.taken[index] = {h.sequence, global_ns(), h.layer, h.num_tokens, h.routed, 0};
-  const int64_t region = index / c.layout.slots_per_region;
-  count_up(&c.slots_taken[region], 1);
-  count_up(&c.rows_taken[region], h.routed);
-  const auto lane = static_cast<int32_t>(index % c.layout.slots_per_region),
-             depth = static_cast<int32_t>(c.geometry.depth);
+  m.chosen[n] = at.index;
+  c.taken[at.index] = {h.sequence, global_ns(), h.layer, h.num_tokens, h.routed, 0};
+  count_up(&c.slots_taken[at.region], 1);
+  count_up(&c.rows_taken[at.region], h.routed);
   auto* s = reinterpret_cast<int4*>(item + (1 + n) * kItemWords);
-  s[0] = make_int4(static_cast<int32_t>(region), lane / depth, lane % depth, low(h.sequence));
+  s[0] = make_int4(at.region, at.stage, at.ring, low(h.sequence));
   s[1] = make_int4(high(h.sequence), h.num_tokens, h.routed, 0);
   static_assert(kItemRegion == 0 && kItemStage == 1 && kItemRing == 2 && kItemSequenceLow == 3);
   static_assert(kItemSequenceHigh == 4 && kItemTokens == 5 && kItemRouted == 6 && kItemWords == 8);
 }
 
 // Makes `first` of the item's slots absolute.
-__device__ void place_rows(const DeviceControl& c, const Choosing& m, int32_t count) {
+__device__ void place_rows(const DeviceControl& c, const Choosing& m, Exchange& x, int32_t count) {
   const int64_t width = c.geometry.local_experts;
-  const int32_t experts = c.local_experts(), each = (experts + 31) / 32;
-  const int lane = threadIdx.x;
-  const int32_t begin = lane * each, end = min(begin + each, experts);  // this lane's experts
-  int32_t inclusive = 0;
-  for (int32_t e = begin; e < end; ++e) inclusive += m.total[e];
-  int32_t place = -inclusive;
-  for (int d = 1; d < 32; d *= 2) {
-    const int32_t other = __shfl_up_sync(kWarp, inclusive, d);
-    if (lane >= d) inclusive += other;
-  }
-  place += inclusive;
-  for (int32_t e = begin; e < end; ++e) {
-    m.counts[e] = place;  // where the expert's rows begin: the counts are in c.counts by now
-    place += m.total[e];
-  }
-  __syncwarp();
-  for (int32_t i = 0; i < count; ++i) {
-    int32_t* first = c.first + m.chosen[i] * width;
-    for (int32_t e0 = lane; e0 < experts; e0 += 32 * kTogether) {
-      int32_t n[kTogether];
+  const int32_t experts = count > 0 ? c.local_experts() : 0, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int64_t before = 0;  // rows of the experts of earlier rounds
+  for (int32_t base = 0; base < experts; base += kThreads) {
+    const int32_t e = base + static_cast<int32_t>(threadIdx.x), mine = e < experts ? m.total[e] : 0;
+    int32_t inclusive = mine;
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) n[k] = i > 0 && e0 + 32 * k < experts ? first[e0 + 32 * k] : 0;
+    for (int d = 1; d < 32; d *= 2) {
+      const int32_t other = __shfl_up_sync(kWarp, inclusive, d);
+      if (lane >= d) inclusive += other;
+    }
+    __syncthreads();  // the sums of before have been read; m.chosen is there
+    if (lane == 31) x.sums[warp] = inclusive;
+    __syncthreads();
+    int64_t place = before + inclusive - mine;
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k)
-        if (e0 + 32 * k < experts) first[e0 + 32 * k] = m.counts[e0 + 32 * k] + n[k];
+    for (int w = 0; w < kWarps; ++w) {
+      if (w < warp) place += x.sums[w];
+      before += x.sums[w];
+    }
+    if (e >= experts) continue;
+    for (int32_t i = 0; i < count; ++i) {
+      int32_t& first = c.first[m.chosen[i] * width + e];
+      first = static_cast<int32_t>(place) + (i > 0 ? first : 0);
     }
   }
 }
 
-__global__ void __launch_bounds__(32)
+__global__ void __launch_bounds__(kThreads)
     arrive_kernel(const __grid_constant__ DeviceControl c, int64_t linger_ns, int32_t* item) {
-  extern __shared__ int64_t memory[];
+  extern __shared__ int32_t memory[];
+  __shared__ Exchange x;
   const Choosing m(c, memory);
-  const int lane = threadIdx.x;
-  const int64_t start = global_ns(), arrivals = c.state->arrivals;
+  const int64_t arrivals = c.state->arrivals;
   const int32_t generation = c.state->generation;
-  const bool failed = has_failed(c);
   const uint32_t slots = static_cast<uint32_t>(c.slots()), cursor = static_cast<uint32_t>(c.state->cursor);
-  const uint32_t per_region = static_cast<uint32_t>(c.layout.slots_per_region);
-  for (int64_t e = lane; e < c.geometry.local_experts; e += 32) m.total[e] = 0;
-  // Bit i: this lane's slot of the i-th 32 is not taken. Only arrive takes, so it need not ask again.
-  uint64_t free = 0;
+  const uint32_t per_region = static_cast<uint32_t>(c.layout.slots_per_region), peers = static_cast<uint32_t>(c.peers);
+  for (uint32_t i = threadIdx.x; i < slots; i += kThreads) {
+    const uint32_t place = cursor + i / per_region;
+    m.order[i] = place % peers * per_region + (place / peers + i) % per_region;
+  }
+  const Place nobodys(c, static_cast<int32_t>(slots));
+  Poll poll{global_ns()};
   int32_t count = 0, layer = 0;
   int64_t rows = 0;
-  const uint32_t peers = static_cast<uint32_t>(c.peers);
-  uint32_t next = cursor, strange_at = 0;
-  int32_t strange = kEmpty;  // a flag word that this lane saw and nobody may have written
-  int64_t since = 0;         // when a slot was first seen ready
-  bool more = linger_ns > 0;
-  for (uint32_t turn = 1; !__any_sync(kWarp, failed); ++turn) {
-    int32_t seen = 0;
-    for (uint32_t base = 0; base < slots; base += 32) {
-      const uint32_t place = cursor + (base + lane) / per_region, region = place % peers;
-      const uint32_t at = region * per_region + (place / peers + base + lane) % per_region;
-      bool ready = false;
-      if (base + lane < slots) {
-        // taken first, then the flag: an answered slot must not be taken again (docs/protocol.md)
-        const uint64_t mine = base / 32 < 64 ? 1ull << (base / 32) : 0;
-        bool open = (free & mine) != 0;
-        if (!open) open = load_acquire_gpu(&c.taken[at].sequence) < 0;
-        if (open) {
-          free |= mine;
-          const int32_t state = load_relaxed(&c.region[region]), sticky = peer_state(c, region);
-          const int32_t flag = load_acquire(flag_of(c.window, c.layout, at));
-          ready = flag == kReady && state == kAlive && sticky == kAlive;
-          if (flag != kReady && flag != kEmpty) strange = flag, strange_at = at;
-        }
-      }
-      uint32_t left = __ballot_sync(kWarp, ready);
-      seen += __popc(left);
-      for (; !more && left != 0; left &= left - 1) {
-        const int64_t index = __shfl_sync(kWarp, at, __ffs(static_cast<int>(left)) - 1);
-        const uint32_t head = __shfl_sync(kWarp, place, __ffs(static_cast<int>(left)) - 1);
-        SlotHeader h;
-        __syncwarp();  // the lane that acquired the flag may be another
-        if (!admit(c, index, generation, m, h)) continue;
-        const int32_t its_rows = __shfl_sync(kWarp, h.routed, 0), its_layer = __shfl_sync(kWarp, h.layer, 0);
-        const bool fits = count == 0 || rows + its_rows <= c.rows;
-        if (count > 0 && (!fits || its_layer != layer)) continue;
-        if (count == 0) next = (head + 1) % slots;
-        layer = its_layer;
-        rows += its_rows;
-        take(c, index, h, count++, m, item);
+  uint32_t next = cursor;
+  bool waits = !__syncthreads_or(has_failed(c));
+  // If nothing is ready at the first look, the way from a flag to the item is rehearsed: with the first slot as it is,
+  // taken as slot number `slots`, which is nobody's. Instructions and pages met for the first time cost microseconds,
+  // and a peer waits for them.
+  enum { kLook, kRehearse, kWait } phase = kLook;
+  while (true) {
+    const bool rehearses = phase == kRehearse;
+    if (rehearses && threadIdx.x == 0) m.ready[0] = 1;  // none was
+    if (waits && !rehearses && threadIdx.x < 32) waits = poll.wait(c, m, linger_ns, phase == kLook);
+    waits = __syncthreads_and(waits);
+    for (uint32_t base = 0; waits && base < slots; base += 32) {
+      for (uint32_t left = m.ready[base / 32]; left != 0; left &= left - 1) {
+        const uint32_t i = base + __ffs(static_cast<int>(left)) - 1;
+        const Place at(c, m.order[i]);
+        SlotHeader h{};
+        if (!admit(c, at, generation, m, x, rehearses, h) && !rehearses) continue;
+        const bool fits = count == 0 || rows + h.routed <= c.rows;
+        if (count > 0 && (!fits || h.layer != layer)) continue;
+        if (count == 0) next = (cursor + i / per_region + 1) % slots;
+        layer = h.layer;
+        rows += h.routed;
+        take(c, rehearses ? nobodys : at, h, count++, m, item);
       }
     }
-    if (count > 0) break;
-    if (more && seen > 0) {
-      const int64_t now = global_ns();
-      if (since == 0) since = now;
-      more = !__any_sync(kWarp, seen >= c.peers || now - since >= linger_ns);
-    }
-    if (turn % 16 != 0) continue;
-    watch_peers(c, turn % 256 == 0);
-    if (strange != kEmpty) refuse_flag(c, strange_at, strange);
-    strange = kEmpty;
-    __syncwarp();
-    bool over = has_failed(c) || global_ns() - start > c.poll_ns;
-    if (turn % 256 == 0) over |= ask_host(&c.mapped->abort) != 0;
-    if (__any_sync(kWarp, over)) break;
+    const bool chosen = !rehearses && (count > 0 || !waits);
+    volatile int64_t* mail = c.mailbox + arrivals % kMailbox * kMailWords;
+    if (chosen && threadIdx.x < kMailWords)  // the host is waiting
+      mail[threadIdx.x] = mail_word(arrivals + 1, threadIdx.x == kMailCount   ? count
+                                                  : threadIdx.x == kMailLayer ? layer
+                                                                              : static_cast<int32_t>(rows));
+    place_rows(c, m, x, count);
+    if (chosen) break;
+    count = 0, rows = 0, next = cursor;
+    phase = phase == kLook ? kRehearse : kWait;
+    __syncthreads();  // m.ready and m.chosen have been read
   }
-  __syncwarp();
-  int64_t* mail = c.mailbox + arrivals % kMailbox * kMailWords;
-  if (lane < kMailWords)  // the host is waiting
-    *reinterpret_cast<volatile int64_t*>(&mail[lane]) =
-        mail_word(arrivals + 1, lane == kMailCount   ? count
-                                : lane == kMailLayer ? layer
-                                                     : static_cast<int32_t>(rows));
-  place_rows(c, m, count);
-  if (lane == 0) {
+  if (threadIdx.x == 0) {
     reinterpret_cast<int4*>(item)[0] = make_int4(generation, count, layer, static_cast<int32_t>(rows));
     reinterpret_cast<int4*>(item)[1] = make_int4(0, 0, 0, 0);
     static_assert(kItemGeneration == 0 && kItemCount == 1 && kItemLayer == 2 && kItemRows == 3);
@@ -269,7 +306,7 @@ __global__ void __launch_bounds__(32)
 }  // namespace
 
 void launch_arrive(const DeviceControl& c, int32_t* item, cudaStream_t stream) {
-  arrive_kernel<<<1, 32, arrive_bytes(c.geometry, c.slots()), stream>>>(c, c.mapped->linger_ns, item);
+  arrive_kernel<<<1, kThreads, arrive_bytes(c.geometry, c.slots()), stream>>>(c, c.mapped->linger_ns, item);
 }
 
 cudaError_t preload_arrive() {

@@ -79,8 +79,11 @@ inline int64_t rank_bytes(int64_t experts, int64_t other, int64_t most) {
 // What dispatch keeps of its plan in shared memory beside that: 8 bytes per expert, 4 per F rank.
 inline __host__ __device__ int64_t plan_bytes(const Geometry& g) { return 8 * g.num_experts + 4 * g.ffn_size; }
 
-// Shared memory of arrive: 8 bytes per slot, twice 4 per local expert.
-inline int64_t arrive_bytes(const Geometry& g, int64_t slots) { return 8 * (slots + g.local_experts); }
+// Shared memory of arrive: twice 4 bytes per slot and per local expert, and a bit per slot, for which kSharedBytes
+// leaves room.
+inline int64_t arrive_bytes(const Geometry& g, int64_t slots) {
+  return 8 * (slots + g.local_experts) + (slots + 31) / 32 * 4;
+}
 
 #if defined(__CUDACC__)
 

@@ -9,12 +9,19 @@ namespace afd {
 constexpr int64_t kBusyNs = 1'000'000'000;  // an FFN rank that had an item this long ago is not idle
 constexpr uint32_t kSpinsPerYield = 512;    // of one that is not
 
+// How often a host that waits for an item launches the graph of a kernel that does nothing: when the driver's code and
+// data have left the CPU's caches, the launch of the experts' graph takes twice as long and more.
+constexpr int64_t kRehearseNs = 20'000;
+
 struct DeviceWindow {
   int device = -1;
   DeviceControl control{};        // what kernels are launched with
   cudaStream_t stream = nullptr;  // the host's own words go here, beside whatever waits
-  int64_t expected = 0;           // sequence of the last item that the host has read from the mailbox
-  int64_t last_item = 0;          // when that was, ns; empty ones do not count
+  cudaGraphExec_t rehearsal = nullptr;
+  int64_t rehearsals = 0;        // launched
+  int64_t* rehearsed = nullptr;  // mapped: how many of them have run; they must not pile up behind a busy GPU
+  int64_t expected = 0;          // sequence of the last item that the host has read from the mailbox
+  int64_t last_item = 0;         // when that was, ns; empty ones do not count
 };
 
 // The device half of a window that `adopt` has built. Raises if there is none.

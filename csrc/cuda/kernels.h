@@ -42,6 +42,8 @@ void launch_reply(const DeviceControl& c, DeviceRows expert_out, const int32_t* 
 
 // Host words into a window: what poison(), leave() and the process watch do from outside the ops' streams.
 void launch_sticky(const DeviceControl& c, int32_t sticky, cudaStream_t stream);
+// Counts in *ran, which is mapped.
+void launch_rehearsal(int64_t* ran, cudaStream_t stream);
 
 // Loads every kernel now: the first launch of a lazily loaded kernel behind a waiting one would deadlock.
 cudaError_t preload();

@@ -68,6 +68,7 @@ class Adoption {
     if (window_ == nullptr) return;
     for (void* p : arrays_) cudaFree(p);
     if (window_->control.mailbox != nullptr) cudaFreeHost(window_->control.mailbox);
+    if (window_->rehearsal != nullptr) cudaGraphExecDestroy(window_->rehearsal);
     if (window_->stream != nullptr) cudaStreamDestroy(window_->stream);
     if (registered_) cudaHostUnregister(host_);
     cudaGetLastError();
@@ -99,6 +100,16 @@ class Adoption {
     const cudaError_t e = array(out, n);
     if (e != cudaSuccess || n == 0) return e;
     return cudaMemcpyAsync(*out, from, n * sizeof(T), cudaMemcpyHostToDevice, window_->stream);
+  }
+  cudaError_t rehearsal() {
+    cudaGraph_t graph = nullptr;
+    cudaError_t e = cudaStreamBeginCapture(window_->stream, cudaStreamCaptureModeThreadLocal);
+    if (e != cudaSuccess) return e;
+    launch_rehearsal(window_->rehearsed, window_->stream);
+    e = cudaStreamEndCapture(window_->stream, &graph);
+    if (e == cudaSuccess) e = cudaGraphInstantiate(&window_->rehearsal, graph, 0);
+    if (graph != nullptr) cudaGraphDestroy(graph);
+    return e;
   }
   DeviceWindow* finished() { return std::exchange(window_, nullptr); }
 
@@ -144,7 +155,7 @@ PyObject* adopt(PyObject*, PyObject* args) {
   auto* host = reinterpret_cast<Control*>(address);
   const Geometry& g = host->geometry;
   if (g.topk > kMaxTopk || (g.num_experts + g.ffn_size) * 12 > kSharedBytes ||
-      arrive_bytes(g, host->slots()) > kSharedBytes) {
+      8 * (host->slots() + g.local_experts) > kSharedBytes) {
     PyErr_Format(PyExc_ValueError,
                  "topk is %lld, num_experts + ffn_size is %lld, slots + experts of one rank are %lld; on CUDA expected "
                  "at most %lld, %lld, %lld",
@@ -178,25 +189,28 @@ PyObject* adopt(PyObject*, PyObject* args) {
   CUDA_OR_RETURN(made.upload(&c.experts_per_rank, g.ffn_size));
   CUDA_OR_RETURN(made.array(&c.next, g.stages));
   CUDA_OR_RETURN(made.array(&c.ring, g.stages * g.depth));
-  CUDA_OR_RETURN(made.array(&c.taken, c.slots()));
-  CUDA_OR_RETURN(made.array(&c.counts, c.slots() * g.local_experts));
-  CUDA_OR_RETURN(made.array(&c.first, c.slots() * g.local_experts));
+  // Slot number `slots`, of region number `peers`, is there for arrive to rehearse with.
+  CUDA_OR_RETURN(made.array(&c.taken, c.slots() + 1));
+  CUDA_OR_RETURN(made.array(&c.counts, (c.slots() + 1) * g.local_experts));
+  CUDA_OR_RETURN(made.array(&c.first, (c.slots() + 1) * g.local_experts));
   CUDA_OR_RETURN(made.array(&c.region, c.peers));
   CUDA_OR_RETURN(made.array(&c.masked, c.peers));
   CUDA_OR_RETURN(made.array(&c.bytes_sent, c.peers));
-  CUDA_OR_RETURN(made.array(&c.slots_taken, c.peers));
-  CUDA_OR_RETURN(made.array(&c.rows_taken, c.peers));
+  CUDA_OR_RETURN(made.array(&c.slots_taken, c.peers + 1));
+  CUDA_OR_RETURN(made.array(&c.rows_taken, c.peers + 1));
   CUDA_OR_RETURN(made.array(&c.claimed, c.peers + 1));
   CUDA_OR_RETURN(made.array(&c.done, done_words(g)));
   CUDA_OR_RETURN(made.array(&c.verdict, g.stages));
   CUDA_OR_RETURN(made.array(&c.row, host->role == kFfn ? c.slots() * g.tokens * g.topk : 0));
-  const size_t mapped_bytes = kMailbox * kMailWords * sizeof(int64_t) + c.peers * sizeof(int32_t);
+  const size_t mapped_bytes = (kMailbox * kMailWords + 1) * sizeof(int64_t) + c.peers * sizeof(int32_t);
   CUDA_OR_RETURN(
       cudaHostAlloc(reinterpret_cast<void**>(&c.mailbox), mapped_bytes, cudaHostAllocMapped | cudaHostAllocPortable));
   std::memset(c.mailbox, 0, mapped_bytes);
-  c.gone = reinterpret_cast<int32_t*>(c.mailbox + kMailbox * kMailWords);
+  w.rehearsed = c.mailbox + kMailbox * kMailWords;
+  c.gone = reinterpret_cast<int32_t*>(w.rehearsed + 1);
   for (int32_t p = 0; p < c.peers && p < kNearPeers; ++p) c.near[p] = host->peer[p];
   CUDA_OR_RETURN(made.array(&c.state, 1));
+  CUDA_OR_RETURN(made.rehearsal());
   CUDA_OR_RETURN(clear_state(w));
   CUDA_OR_RETURN(clear_window(w));
   CUDA_OR_RETURN(cudaStreamSynchronize(w.stream));
@@ -272,6 +286,26 @@ PyObject* mask(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// Launches a captured graph that begins with arrive, as arrive itself would be called: refused, in its name, once the
+// window is closed, stopped or being reset.
+PyObject* replay(PyObject*, PyObject* args) {
+  long long id = 0, exec = 0, stream = 0;
+  if (!PyArg_ParseTuple(args, "LLL", &id, &exec, &stream)) return nullptr;
+  try {
+    const Entry entry(id, kFfn, Op::arrive);
+    const OnDevice on(device_window(id).device);
+    cudaError_t e;
+    Py_BEGIN_ALLOW_THREADS;
+    e = cudaGraphLaunch(reinterpret_cast<cudaGraphExec_t>(exec), reinterpret_cast<cudaStream_t>(stream));
+    Py_END_ALLOW_THREADS;
+    CUDA_OR_RETURN(e);
+  } catch (const std::runtime_error& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
 // A row of CapturedExperts.graph_table; they stand by layer, then by bucket.
 struct ExpertGraph {
   int64_t layer, bucket;
@@ -315,7 +349,7 @@ PyObject* next_item(PyObject*, PyObject* args) {
   // and then.
   Backoff backoff;
   const int64_t start = now_ns(), busy_until = w.last_item + kBusyNs;
-  int64_t waited = 0;
+  int64_t waited = 0, last_rehearsal = start;
   for (uint32_t turn = 1; !(found = there()) && waited < timeout_ns; ++turn) {
     const int64_t now = now_ns();
     if (now >= busy_until) {
@@ -323,6 +357,10 @@ PyObject* next_item(PyObject*, PyObject* args) {
       continue;
     }
     waited = now - start;
+    if (graphs != end && now - last_rehearsal >= kRehearseNs && atomic(*w.rehearsed).load() == w.rehearsals) {
+      last_rehearsal = now;
+      if (cudaGraphLaunch(w.rehearsal, w.stream) == cudaSuccess) ++w.rehearsals;  // what fails here will fail below
+    }
     if (turn % kSpinsPerYield == 0)
       sched_yield();
     else
@@ -407,6 +445,7 @@ PyMethodDef kMethods[] = {
     {"rewind", rewind, METH_VARARGS, "rewind(window)"},
     {"peer_gone", peer_gone, METH_VARARGS, "peer_gone(window, peer)"},
     {"mask", mask, METH_VARARGS, "mask(window, peer)"},
+    {"replay", replay, METH_VARARGS, "replay(window, graph, stream): one that begins with arrive"},
     {"next_item", next_item, METH_VARARGS,
      "next_item(window, timeout_ns, table, table words, stream) -> (count, layer, rows, graph) or None"},
     {"fetch_stats", fetch_stats, METH_VARARGS, "fetch_stats(window): into the host half"},

@@ -1,5 +1,6 @@
-// sticky: a host's word to all peers of a window: this rank has left, or has failed.
-//   moves    one word per peer
+// sticky: a host's word to all peers of a window: this rank has left, or has failed. And rehearsal, a kernel for a host
+// to practise launching.
+//   moves    one word per peer; how often rehearsal ran
 //   launch   1 CTA, on a stream of the host's own, beside whatever waits
 //   waits    never
 #include "device.cuh"
@@ -26,7 +27,14 @@ __global__ void sticky_kernel(const __grid_constant__ DeviceControl c, int32_t s
   }
 }
 
+__global__ void rehearsal_kernel(int64_t* ran) {
+  volatile int64_t& word = *ran;
+  word = word + 1;
+}
+
 }  // namespace
+
+void launch_rehearsal(int64_t* ran, cudaStream_t stream) { rehearsal_kernel<<<1, 1, 0, stream>>>(ran); }
 
 void launch_sticky(const DeviceControl& c, int32_t sticky, cudaStream_t stream) {
   sticky_kernel<<<1, 64, 0, stream>>>(c, sticky);
@@ -35,6 +43,7 @@ void launch_sticky(const DeviceControl& c, int32_t sticky, cudaStream_t stream) 
 cudaError_t preload() {
   cudaFuncAttributes a;
   cudaError_t e = cudaFuncGetAttributes(&a, sticky_kernel);
+  if (e == cudaSuccess) e = cudaFuncGetAttributes(&a, rehearsal_kernel);
   for (auto one : {preload_plan, preload_dispatch, preload_combine, preload_arrive, preload_receive, preload_reply})
     if (e == cudaSuccess) e = one();
   return e;
