@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -56,24 +56,6 @@ class ItemBuffers:
 class _Graph:
     graph: torch.cuda.CUDAGraph
     out: Tensor
-
-
-def capture(function: Callable[[], Tensor], stream: Any, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """What function launches as a graph, and what it returned. On a stream of its own.
-
-    Not torch.cuda.graph: it collects garbage and empties the cache each time. Other threads may go on.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            out = function()
-        except BaseException:
-            with suppress(RuntimeError):  # that the capture was not completed
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    return graph, out
 
 
 class CapturedExperts:
@@ -190,8 +172,17 @@ class CapturedExperts:
             self._pool = torch.cuda.graph_pool_handle()
         self._stream.synchronize()
         before, _ = torch.cuda.mem_get_info()
-        graph, out = capture(lambda: self.experts(*arguments, layer).contiguous(), self._stream, self._pool)
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
+            # Not torch.cuda.graph: it collects garbage and empties the cache each time. Other threads may go on.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                out = self.experts(*arguments, layer).contiguous()
+            except BaseException:
+                with suppress(RuntimeError):  # that the capture was not completed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
             graph.replay()  # uploads it
         self._stream.synchronize()
         # The address alone: replays follow each other on one stream, so all graphs may use the same memory.

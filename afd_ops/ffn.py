@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from afd_ops import _C
-from afd_ops.captured import Experts, ItemBuffers, capture
+from afd_ops.captured import Experts, ItemBuffers
 from afd_ops.errors import AbortedError, ClosedError, from_record
 from afd_ops.metrics import PHASES, PhaseTimes
 from afd_ops.window import Window
@@ -44,8 +44,7 @@ class ExpertServer:
     arguments.
 
     Raises:
-        ValueError: the window is not an FFN rank's, linger is out of range, or the experts were captured for another.
-        PeerError, ClosedError, AbortedError: on a GPU, which captures arrive here: the window is stopped.
+        ValueError: the window is not an FFN rank's, linger is out of range, or `experts.inputs` are another window's.
     """
 
     def __init__(self, window: Window, experts: Experts, *, linger: float = 0.0) -> None:
@@ -62,10 +61,12 @@ class ExpertServer:
         needs = facts["rows"], facts["hidden"], facts["owned_experts"], window.dtype, device
         inputs: ItemBuffers | None = getattr(experts, "inputs", None)
         self.inputs = ItemBuffers.create(*needs) if inputs is None else inputs
-        rows, offsets = self.inputs.rows, self.inputs.offsets
+        rows, scales, offsets = self.inputs.rows, self.inputs.scales, self.inputs.offsets
         has = *rows.shape, offsets.shape[0], rows.dtype, rows.device
         if has[0] < needs[0] or has[1:] != needs[1:]:
             raise ValueError(f"experts were captured for (rows, hidden, owned, dtype, device) {has}, not {needs}")
+        if not all(buffer.is_contiguous() for buffer in (rows, scales, offsets)):
+            raise ValueError("a buffer of experts.inputs is not contiguous")
         self._captured: Any = experts if hasattr(experts, "graph_table") else None
         self._nothing = torch.empty((0, facts["hidden"]), dtype=window.wide_dtype, device=device)
         self._times = PhaseTimes(device)
@@ -75,7 +76,11 @@ class ExpertServer:
         self._stop = threading.Event()
         self._drain = threading.Event()
         _C.set_linger(window.id, int(linger * 1e9))
-        self._front = self._capture() if window.heap.capturable else None
+        self._item: Tensor | None = None
+        if window.heap.capturable:
+            # One launch for the host, and half the time between the two kernels.
+            self._item = torch.empty((1 + facts["slots"], _C.ITEM_WORDS), dtype=torch.int32, device=device)
+            self._arrival = window.arrival_graph(self._item, rows, scales, offsets)
 
     def step(self) -> int:
         """Waits up to the poll interval for an item and answers it; returns how many slots it held (0: nothing came).
@@ -83,14 +88,15 @@ class ExpertServer:
         Raises:
             RuntimeError: as the ops and `experts` raise it; `run` handles that.
         """
-        window, inputs, times = self.window, self.inputs, self._times
+        window, port, inputs, times = self.window, self.port, self.inputs, self._times
         generation = window.generation
         marks = times.begin()
-        if self._front is None:
-            item = self._take()
+        item = self._item
+        if item is not None:
+            window.replay(self._arrival)
         else:
-            front, item = self._front
-            window.replay(front)
+            item = torch.ops.afd.arrive(port, window.id)
+            torch.ops.afd.receive_into(item, inputs.rows, inputs.scales, inputs.offsets, port, window.id)
         if marks is not None:
             times.mark(marks)
         count, layer, rows, graph = self._read(item, generation)
@@ -105,29 +111,13 @@ class ExpertServer:
             self._eager += 1
         if marks is not None:
             times.mark(marks)
-        torch.ops.afd.reply(out, item, self.port, window.id)
+        torch.ops.afd.reply(out, item, port, window.id)
         if marks is not None:
             times.mark(marks)
         times.end(marks)
         self._batch_sizes[count] += 1
         self._row_counts[rows] += 1
         return count
-
-    def _take(self) -> Tensor:
-        """Waits for an item and puts its rows in order."""
-        inputs, window = self.inputs, self.window.id
-        item: Tensor = torch.ops.afd.arrive(self.port, window)
-        torch.ops.afd.receive_into(item, inputs.rows, inputs.scales, inputs.offsets, self.port, window)
-        return item
-
-    def _capture(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """`_take` as a graph: one launch for the host, and half the time between its kernels."""
-        device = self.window.heap.device
-        with torch.cuda.device(device), torch.inference_mode():
-            try:
-                return capture(self._take, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-            except RuntimeError as error:
-                self.window.raise_typed(error)
 
     def _read(self, item: Tensor, generation: int) -> tuple[int, int, int, int]:
         """Slots, layer, rows, and which graph was launched for them (-1: none): on a GPU from the mailbox, where arrive

@@ -123,17 +123,31 @@ def test_a_server_of_captured_experts_never_waits_for_the_device(
 
 
 def test_a_closed_window_refuses_its_server_and_a_new_one(seed: int) -> None:
-    """fault: the server's captured arrive is replayed, unasked, into memory that was given back."""
+    """fault: the server's graph is launched, unasked, into memory that was given back."""
     with cluster(PAIR, **BY_HAND) as ready:
         (ffn,), (server,) = ready.ffn, ready.servers
         answered(ready, 1, 5)
         ffn.close()
-        with torch.inference_mode(), pytest.raises(RuntimeError, match=r"Closed in afd::arrive: window .* is closed"):
-            server.step()
-        with pytest.raises(afd_ops.ClosedError, match="was closed while its server ran"):
-            server.run()
-        with pytest.raises(afd_ops.ClosedError, match="is closed"):
-            afd_ops.ExpertServer(ffn, device_experts(ffn))
+        for refused in (server, afd_ops.ExpertServer(ffn, device_experts(ffn))):
+            with torch.inference_mode(), pytest.raises(RuntimeError, match=r"Closed in afd::arrive: .* is closed"):
+                refused.step()
+            with pytest.raises(afd_ops.ClosedError, match="was closed while its server ran"):
+                refused.run()
+
+
+def test_an_empty_item_names_no_layer_whatever_lies_in_the_slots(seed: int) -> None:
+    """fault: arrive's rehearsal left a layer that nobody had checked in an item that nobody had sent, and an engine
+    that computes empty items too indexed its weights by it."""
+    with harness.windows(PAIR, poll_interval=0.002) as (_, ffn):
+        server = afd_ops.ExpertServer(ffn, device_experts(ffn))
+        harness.slots_of(ffn)[:, : ffn.geometry.layout["position"]] = 0x7F  # headers and counts
+        harness.synchronize()
+        with torch.inference_mode():
+            assert server.step() == 0
+            item = torch.ops.afd.arrive(server.port, ffn.id)
+            assert server._read(item, ffn.generation)[:3] == (0, 0, 0)
+        assert [int(item[0, word]) for word in (_C.ITEM_COUNT, _C.ITEM_LAYER, _C.ITEM_ROWS)] == [0, 0, 0]
+        ffn.check()
 
 
 # In bfloat16 and float16 an answer does not depend on who else was in the batch, bit for bit.

@@ -138,13 +138,15 @@ __device__ bool admit(const DeviceControl& c, const Place& at, int32_t generatio
     reinterpret_cast<int32_t*>(&x.header)[threadIdx.x] = reinterpret_cast<const int32_t*>(slot.header)[threadIdx.x];
   int64_t mine = 0;
   uint32_t most_here = 0;  // a negative count is a large one
-  bool strange = false;
+  int32_t strange = 0;     // of an expert that this rank does not have
   for (int32_t e = threadIdx.x; e < g.local_experts; e += kThreads) {
     const int32_t n = slot.counts[e];
     m.counts[e] = n;
     mine += n;
-    most_here = max(most_here, static_cast<uint32_t>(n));
-    strange |= e >= c.local_experts() && n != 0;
+    if (e < c.local_experts())
+      most_here = max(most_here, static_cast<uint32_t>(n));
+    else if (n != 0)
+      strange = n;
   }
   // Over the warp in two parts that cannot overflow: a count is less than 2^31, and a thread has at most 2^5 of them.
   const int64_t sum = (static_cast<int64_t>(__reduce_add_sync(kWarp, static_cast<uint32_t>(mine >> 20))) << 20) +
@@ -172,10 +174,10 @@ __device__ bool admit(const DeviceControl& c, const Place& at, int32_t generatio
                           fails(ring_of(c, h.sequence) != at.ring, Field::ring, at.ring, ring_of(c, h.sequence)) ||
                           fails(h.layer < 0 || h.layer >= g.layers, Field::layer, g.layers - 1, h.layer) ||
                           fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens);
-  const bool bad_count = !bad_header && (strange || most_here > most), any = __syncthreads_or(bad_count);
-  if (any) {
-    if (bad_count && !rehearses && fails(true, Field::counts, most, static_cast<int32_t>(most_here)))
-      close_region(c, r);
+  const bool bad_count = !bad_header && (fails(strange != 0, Field::counts, 0, strange) ||
+                                         fails(most_here > most, Field::counts, most, static_cast<int32_t>(most_here)));
+  if (__syncthreads_or(bad_count)) {
+    if (bad_count && !rehearses) close_region(c, r);
     return false;
   }
   if (!bad_header && !fails(routed != h.routed || routed > most, Field::counts, h.routed, routed)) return true;
@@ -255,16 +257,17 @@ __global__ void __launch_bounds__(kThreads)
   int64_t rows = 0;
   uint32_t next = cursor;
   bool waits = !__syncthreads_or(has_failed(c));
-  // If nothing is ready at the first look, the way from a flag to the item is rehearsed: with the first slot as it is,
-  // taken as slot number `slots`, which is nobody's. Instructions and pages met for the first time cost microseconds,
-  // and a peer waits for them.
+  // If the first look finds nothing to take, the way from a flag to the item is rehearsed: with the first slot as it
+  // is, taken as slot number `slots`, which is nobody's. What a kernel meets for the first time, instructions above
+  // all, costs microseconds, and later a peer waits for it.
   enum { kLook, kRehearse, kWait } phase = kLook;
   while (true) {
     const bool rehearses = phase == kRehearse;
-    if (rehearses && threadIdx.x == 0) m.ready[0] = 1;  // none was
+    if (rehearses && threadIdx.x == 0) m.ready[0] = 1;
     if (waits && !rehearses && threadIdx.x < 32) waits = poll.wait(c, m, linger_ns, phase == kLook);
     waits = __syncthreads_and(waits);
-    for (uint32_t base = 0; waits && base < slots; base += 32) {
+    const uint32_t looks_at = !waits ? 0 : rehearses ? 1 : slots;
+    for (uint32_t base = 0; base < looks_at; base += 32) {
       for (uint32_t left = m.ready[base / 32]; left != 0; left &= left - 1) {
         const uint32_t i = base + __ffs(static_cast<int>(left)) - 1;
         const Place at(c, m.order[i]);
@@ -286,7 +289,7 @@ __global__ void __launch_bounds__(kThreads)
                                                                               : static_cast<int32_t>(rows));
     place_rows(c, m, x, count);
     if (chosen) break;
-    count = 0, rows = 0, next = cursor;
+    count = 0, layer = 0, rows = 0, next = cursor;
     phase = phase == kLook ? kRehearse : kWait;
     __syncthreads();  // m.ready and m.chosen have been read
   }
@@ -307,6 +310,13 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_arrive(const DeviceControl& c, int32_t* item, cudaStream_t stream) {
   arrive_kernel<<<1, kThreads, arrive_bytes(c.geometry, c.slots()), stream>>>(c, c.mapped->linger_ns, item);
+}
+
+cudaError_t add_arrive(cudaGraph_t graph, const DeviceControl& c, int32_t* item, cudaGraphNode_t* node) {
+  int64_t linger_ns = c.mapped->linger_ns;
+  void* arguments[] = {const_cast<DeviceControl*>(&c), &linger_ns, &item};
+  return add_kernel(graph, nullptr, reinterpret_cast<const void*>(arrive_kernel), 1, kThreads,
+                    arrive_bytes(c.geometry, c.slots()), arguments, node);
 }
 
 cudaError_t preload_arrive() {

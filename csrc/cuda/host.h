@@ -11,7 +11,7 @@ constexpr uint32_t kSpinsPerYield = 512;    // of one that is not
 
 // How often a host that waits for an item launches the graph of a kernel that does nothing: when the driver's code and
 // data have left the CPU's caches, the launch of the experts' graph takes twice as long and more.
-constexpr int64_t kRehearseNs = 20'000;
+constexpr int64_t kRehearseNs = 30'000;
 
 struct DeviceWindow {
   int device = -1;

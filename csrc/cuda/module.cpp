@@ -103,12 +103,11 @@ class Adoption {
   }
   cudaError_t rehearsal() {
     cudaGraph_t graph = nullptr;
-    cudaError_t e = cudaStreamBeginCapture(window_->stream, cudaStreamCaptureModeThreadLocal);
+    cudaError_t e = cudaGraphCreate(&graph, 0);
     if (e != cudaSuccess) return e;
-    launch_rehearsal(window_->rehearsed, window_->stream);
-    e = cudaStreamEndCapture(window_->stream, &graph);
+    e = add_rehearsal(graph, window_->rehearsed);
     if (e == cudaSuccess) e = cudaGraphInstantiate(&window_->rehearsal, graph, 0);
-    if (graph != nullptr) cudaGraphDestroy(graph);
+    cudaGraphDestroy(graph);
     return e;
   }
   DeviceWindow* finished() { return std::exchange(window_, nullptr); }
@@ -286,22 +285,61 @@ PyObject* mask(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// Launches a captured graph that begins with arrive, as arrive itself would be called: refused, in its name, once the
-// window is closed, stopped or being reset.
+// A server's graph: arrive, then receive into the server's tensors. In a capsule, which ends it.
+constexpr char kArrivalGraph[] = "afd_ops.arrival_graph";
+
+void destroy_arrival_graph(PyObject* capsule) {
+  cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(PyCapsule_GetPointer(capsule, kArrivalGraph)));
+}
+
+PyObject* arrival_graph(PyObject*, PyObject* args) {
+  long long id = 0, item = 0, rows = 0, scales = 0, capacity = 0, offsets = 0;
+  if (!PyArg_ParseTuple(args, "LLLLLL", &id, &item, &rows, &scales, &capacity, &offsets)) return nullptr;
+  DeviceWindow& w = *g_device_windows[id].load();
+  const OnDevice on(w.device);
+  cudaGraph_t graph = nullptr;
+  cudaGraphNode_t first = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  CUDA_OR_RETURN(cudaGraphCreate(&graph, 0));
+  cudaError_t e = add_arrive(graph, w.control, reinterpret_cast<int32_t*>(item), &first);
+  if (e == cudaSuccess)
+    e = add_receive(graph, first, w.control, reinterpret_cast<int32_t*>(item), reinterpret_cast<char*>(rows),
+                    reinterpret_cast<float*>(scales), capacity, reinterpret_cast<int32_t*>(offsets));
+  if (e == cudaSuccess) e = cudaGraphInstantiate(&exec, graph, 0);
+  cudaGraphDestroy(graph);
+  if (e == cudaSuccess) e = cudaGraphUpload(exec, w.stream);
+  PyObject* capsule = e == cudaSuccess ? PyCapsule_New(exec, kArrivalGraph, destroy_arrival_graph) : nullptr;
+  if (capsule == nullptr && exec != nullptr) cudaGraphExecDestroy(exec);
+  if (e != cudaSuccess) {
+    cudaGetLastError();
+    PyErr_Format(PyExc_RuntimeError, "the graph of arrive could not be built: %s", cudaGetErrorString(e));
+  }
+  return capsule;
+}
+
+// Launches it as arrive itself would be called: refused, in its name, once the window is closed, stopped or being
+// reset.
 PyObject* replay(PyObject*, PyObject* args) {
-  long long id = 0, exec = 0, stream = 0;
-  if (!PyArg_ParseTuple(args, "LLL", &id, &exec, &stream)) return nullptr;
+  long long id = 0, stream = 0;
+  PyObject* capsule = nullptr;
+  if (!PyArg_ParseTuple(args, "LOL", &id, &capsule, &stream)) return nullptr;
+  auto* exec = static_cast<cudaGraphExec_t>(PyCapsule_GetPointer(capsule, kArrivalGraph));
+  if (exec == nullptr) return nullptr;
+  cudaError_t launched;
   try {
     const Entry entry(id, kFfn, Op::arrive);
     const OnDevice on(device_window(id).device);
-    cudaError_t e;
     Py_BEGIN_ALLOW_THREADS;
-    e = cudaGraphLaunch(reinterpret_cast<cudaGraphExec_t>(exec), reinterpret_cast<cudaStream_t>(stream));
+    launched = cudaGraphLaunch(exec, reinterpret_cast<cudaStream_t>(stream));
     Py_END_ALLOW_THREADS;
-    CUDA_OR_RETURN(e);
   } catch (const std::runtime_error& e) {
     PyErr_SetString(PyExc_RuntimeError, e.what());
     return nullptr;
+  }
+  if (launched != cudaSuccess) {
+    cudaGetLastError();  // else the next op's launch is blamed for it
+    return PyErr_Format(PyExc_RuntimeError, "the graph of arrive could not be launched: %s",
+                        cudaGetErrorString(launched));
   }
   Py_RETURN_NONE;
 }
@@ -359,7 +397,10 @@ PyObject* next_item(PyObject*, PyObject* args) {
     waited = now - start;
     if (graphs != end && now - last_rehearsal >= kRehearseNs && atomic(*w.rehearsed).load() == w.rehearsals) {
       last_rehearsal = now;
-      if (cudaGraphLaunch(w.rehearsal, w.stream) == cudaSuccess) ++w.rehearsals;  // what fails here will fail below
+      if (cudaGraphLaunch(w.rehearsal, w.stream) == cudaSuccess)
+        ++w.rehearsals;
+      else
+        cudaGetLastError();  // the next launch will fail for itself
     }
     if (turn % kSpinsPerYield == 0)
       sched_yield();
@@ -445,7 +486,10 @@ PyMethodDef kMethods[] = {
     {"rewind", rewind, METH_VARARGS, "rewind(window)"},
     {"peer_gone", peer_gone, METH_VARARGS, "peer_gone(window, peer)"},
     {"mask", mask, METH_VARARGS, "mask(window, peer)"},
-    {"replay", replay, METH_VARARGS, "replay(window, graph, stream): one that begins with arrive"},
+    {"arrival_graph", arrival_graph, METH_VARARGS,
+     "arrival_graph(window, item, rows, scales, capacity, offsets) -> capsule: arrive and receive_into these "
+     "addresses"},
+    {"replay", replay, METH_VARARGS, "replay(window, arrival graph, stream)"},
     {"next_item", next_item, METH_VARARGS,
      "next_item(window, timeout_ns, table, table words, stream) -> (count, layer, rows, graph) or None"},
     {"fetch_stats", fetch_stats, METH_VARARGS, "fetch_stats(window): into the host half"},

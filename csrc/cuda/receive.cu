@@ -133,6 +133,14 @@ void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, flo
   kernel<<<kCtas, kThreads, 0, stream>>>(c, item, reinterpret_cast<int4*>(rows), scales, capacity, offsets);
 }
 
+cudaError_t add_receive(cudaGraph_t graph, cudaGraphNode_t after, const DeviceControl& c, const int32_t* item,
+                        char* rows, float* scales, int64_t capacity, int32_t* offsets) {
+  const auto kernel = scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>;
+  void* arguments[] = {const_cast<DeviceControl*>(&c), &item, &rows, &scales, &capacity, &offsets};
+  cudaGraphNode_t node;
+  return add_kernel(graph, after, reinterpret_cast<const void*>(kernel), kCtas, kThreads, 0, arguments, &node);
+}
+
 cudaError_t preload_receive() {
   cudaFuncAttributes a;
   const cudaError_t e = cudaFuncGetAttributes(&a, receive_kernel<false>);

@@ -34,7 +34,11 @@ __global__ void rehearsal_kernel(int64_t* ran) {
 
 }  // namespace
 
-void launch_rehearsal(int64_t* ran, cudaStream_t stream) { rehearsal_kernel<<<1, 1, 0, stream>>>(ran); }
+cudaError_t add_rehearsal(cudaGraph_t graph, int64_t* ran) {
+  void* arguments[] = {&ran};
+  cudaGraphNode_t node;
+  return add_kernel(graph, nullptr, reinterpret_cast<const void*>(rehearsal_kernel), 1, 1, 0, arguments, &node);
+}
 
 void launch_sticky(const DeviceControl& c, int32_t sticky, cudaStream_t stream) {
   sticky_kernel<<<1, 64, 0, stream>>>(c, sticky);
