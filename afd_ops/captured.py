@@ -186,7 +186,7 @@ class CapturedExperts:
             graph.replay()  # uploads it
         self._stream.synchronize()
         # The address alone: replays follow each other on one stream, so all graphs may use the same memory.
-        out = _borrowed(out)
+        out = device_memory(out.data_ptr(), out.nbytes, out.device).view(out.dtype).view(out.shape)
         self.nbytes += before - torch.cuda.mem_get_info()[0]
         return _Graph(graph, out)
 
@@ -199,15 +199,15 @@ class CapturedExperts:
         self.nbytes -= torch.cuda.mem_get_info()[0] - before
 
 
-def _borrowed(t: Tensor) -> Tensor:
-    """The same memory without owning it."""
+def device_memory(address: int, nbytes: int, device: torch.device | str) -> Tensor:
+    """Memory of a GPU as uint8, without owning it."""
 
     class Memory:
         __cuda_array_interface__: ClassVar[dict[str, Any]] = {
-            "shape": (t.numel() * t.element_size(),),
+            "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (t.data_ptr(), False),
+            "data": (address, False),
             "version": 3,
         }
 
-    return torch.as_tensor(Memory(), device=t.device).view(t.dtype).view(t.shape)
+    return torch.as_tensor(Memory(), device=device)

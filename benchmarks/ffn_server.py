@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import common
 import ffn_trace
@@ -45,6 +45,7 @@ from torch.nn import functional
 import afd_ops
 from afd_ops import _C
 from afd_ops.buckets import fit
+from afd_ops.captured import device_memory
 
 HIDDEN, INTERMEDIATE, TOPK = 4096, 2048, 6
 ATTENTION, FFN = "cuda:0", "cuda:1"
@@ -71,20 +72,6 @@ def _watch(flag, times, ready, index: tl.constexpr, patience):  # type: ignore[n
         seen = tl.load(flag, volatile=True)
         now = tl.extra.cuda.globaltimer()
     tl.store(times + index, tl.extra.cuda.globaltimer())
-
-
-def device_ints(device: str, address: int, count: int) -> Tensor:
-    """Device memory as int32."""
-
-    class Memory:
-        __cuda_array_interface__: ClassVar[dict[str, Any]] = {
-            "shape": (count,),
-            "typestr": "<i4",
-            "data": (address, False),
-            "version": 3,
-        }
-
-    return torch.as_tensor(Memory(), device=device)
 
 
 @contextmanager
@@ -290,7 +277,7 @@ class Bench:
     def watcher(self, ffn: afd_ops.Window) -> Callable[[], None]:
         """Of the flag of region 0, stage 0, ring 0."""
         layout, address = ffn.geometry.layout, _C.addresses(ffn.id)["window"]
-        flag = device_ints(FFN, address + layout["flags"], 1)
+        flag = device_memory(address + layout["flags"], 4, FFN).view(torch.int32)
         return lambda: self.clock.watch(flag, _C.READY)
 
     def add(self, path: str, tokens: int, ranks: int, error: float, **figures: Any) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import multiprocessing
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,15 +15,19 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import afd_ops
 from afd_ops import _C
+from afd_ops.captured import device_memory
 from afd_ops.layout import PAYLOAD_DTYPES, WIDE_DTYPES
 from afd_ops.reference import round_trip
+
+ROOT = Path(__file__).parent.parent
 
 # Where windows lie and steps are made: set by the `device` fixture for tests that run on every device.
 DEVICE = "cpu"
@@ -121,16 +128,7 @@ def memory(device: torch.device, address: int, nbytes: int) -> Tensor:
     """Memory of a window, wherever it lies, as uint8."""
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
-
-    class Memory:
-        __cuda_array_interface__: ClassVar[dict[str, Any]] = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-    return torch.as_tensor(Memory(), device=device)
+    return device_memory(address, nbytes, device)
 
 
 def word(window: afd_ops.Window, offset: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -415,3 +413,45 @@ def serve(topology: afd_ops.Topology, window: afd_ops.Window) -> dict[str, Any]:
     """The FFN rank's half of a multi-process test."""
     afd_ops.ExpertServer(window, experts_of(topology, window.role_rank)).run()
     return window.stats()
+
+
+def run_scripts(
+    script: str,
+    *arguments: tuple[str, ...],
+    seconds: float = 60.0,
+    environment: dict[str, str] | None = None,
+    killed: int = -1,
+) -> list[str]:
+    """The script in a fresh process per tuple of arguments, all at once; what they print. None outlives the call.
+
+    All must end well, but for the one of index `killed`: by SIGKILL.
+    """
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(environment or {})}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *words],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for words in arguments
+    ]
+    until, outputs = time.monotonic() + seconds, []
+    try:
+        for process in processes:
+            outputs.append(process.communicate(timeout=max(0.1, until - time.monotonic()))[0])
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+        late = [process.communicate()[0] for process in processes[len(outputs) :]]
+        raise AssertionError(f"not over within {seconds} s:\n" + "\n".join([*outputs, *late])) from None
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+    for index, process in enumerate(processes):
+        expected = -signal.SIGKILL if index == killed else 0
+        assert process.returncode == expected, f"process {index}: {process.returncode}\n" + "\n".join(outputs)
+    return outputs

@@ -35,6 +35,7 @@ BY_HAND: dict[str, Any] = dict(threads=False, poll_interval=2.0)  # a server's s
 LAYERS = 4  # experts of layers that differ by this many are alike
 AHEAD = 8  # steps launched before the host waits
 TURNS = 200
+TICKET_GENERATION, TICKET_RING = 0, 2  # words of a ticket's first row
 
 FUSED, SPLIT = 5, 100  # tokens of a combine that is one launch, and of one that is a wait and a sum
 
@@ -201,6 +202,26 @@ def _first_round_trip(ready: Cluster, threads: bool) -> None:
         module.combine(ticket, work)
         torch.cuda.current_stream().synchronize()
         window.check()
+
+
+def slot_index(window: afd_ops.Window, region: int, stage: int, ring: int) -> int:
+    return (region * window.geometry.stages + stage) * window.geometry.depth + ring
+
+
+def assert_exact_again(ready: Cluster, layer: int = 1, stage: int = 0) -> None:
+    """Every attention rank's next steps, more of them than rings."""
+    for window in ready.attention:
+        module = harness.remote(window, layer, stage)
+        for count in (SPLIT, 1, FUSED, 0, 2):
+            step = one_step(window, count)
+            want = oracle(*step, layer)
+            torch.cuda.synchronize()
+            ticket = module.dispatch(*step[:3])
+            assert ready.answer() == [1] * len(ready.servers)
+            out = module.combine(ticket, step[3])
+            torch.cuda.synchronize()
+            window.check()
+            assert torch.equal(out, want), count
 
 
 @contextmanager

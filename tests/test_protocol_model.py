@@ -2,7 +2,7 @@
 
 As built nothing is violated, and each mistake that the design warns of is found when it is planted.
 
-What is modelled, and what each kind of violation means, is in ``protocol_model.py``.
+What is modelled, and what each kind of violation means, is in ``protocol_model.py`` and the models that it names.
 """
 
 from __future__ import annotations
@@ -11,20 +11,11 @@ from dataclasses import fields
 from functools import cache
 
 import pytest
-from protocol_model import (
-    AS_BUILT,
-    MISTAKES,
-    Batching,
-    Case,
-    Config,
-    Kind,
-    Mailbox,
-    Protocol,
-    Result,
-    check,
-    explore,
-    model_of,
-)
+from batching_model import Batching
+from flag_model import Config, Protocol
+from mailbox_model import Mailbox
+from model_checker import Kind, Result, explore
+from protocol_model import AS_BUILT, MISTAKES, Case, check, model_of
 
 
 @cache

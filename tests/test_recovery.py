@@ -20,23 +20,19 @@ import harness
 import pytest
 import torch
 from harness import expected, random_step
-from test_failures import (
+from puppets import (
     ARRIVE,
     BETWEEN,
     HELD,
-    LAYER,
     PATIENCE,
     SLACK,
-    STAGE,
     TOPOLOGY,
-    WARM,
     Cluster,
     Puppet,
     Rank,
     Seen,
-    serving,
-    until,
 )
+from test_failures import LAYER, STAGE, WARM, serving, until
 from torch import Tensor
 from torch.distributed import HashStore
 

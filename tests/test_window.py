@@ -1099,8 +1099,6 @@ def test_a_dispatch_with_a_wrong_word_closes_its_region_only(word: str, index: i
         harness.synchronize()
         (error,) = ffn.errors()
         assert (error["kind"], error["peer"]) == ("Protocol", 0)
-        if not harness.host_reads() and text.startswith("counts"):
-            text = text.partition(",")[0]  # the kernel expects the same of every expert
         assert f"rank 0 (attention 0) broke the protocol: {text}" in error["message"]
         assert _C.regions(ffn.id) == (_C.POISONED, _C.ALIVE)
         flights[1].assert_answered()
