@@ -109,6 +109,7 @@ class CapturedExperts:
 
         Waits for the device. Not while a server runs on these experts. On a GPU that an attention rank of this process
         shares, not after that rank's first dispatch: allocating may wait for its kernels, which wait for the answer.
+        Meanwhile no other thread may wait for this device or draw random numbers on it: CUDA or torch refuse that.
 
         Args:
             layers: layer numbers.
@@ -174,7 +175,7 @@ class CapturedExperts:
         before, _ = torch.cuda.mem_get_info()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            # Not torch.cuda.graph: it collects garbage and empties the cache each time. Other threads may go on.
+            # Not torch.cuda.graph: it collects garbage and empties the cache each time. Other threads may launch.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 out = self.experts(*arguments, layer).contiguous()

@@ -61,12 +61,14 @@ class ExpertServer:
         needs = facts["rows"], facts["hidden"], facts["owned_experts"], window.dtype, device
         inputs: ItemBuffers | None = getattr(experts, "inputs", None)
         self.inputs = ItemBuffers.create(*needs) if inputs is None else inputs
-        rows, scales, offsets = self.inputs.rows, self.inputs.scales, self.inputs.offsets
-        has = *rows.shape, offsets.shape[0], rows.dtype, rows.device
-        if has[0] < needs[0] or has[1:] != needs[1:]:
-            raise ValueError(f"experts were captured for (rows, hidden, owned, dtype, device) {has}, not {needs}")
-        if not all(buffer.is_contiguous() for buffer in (rows, scales, offsets)):
-            raise ValueError("a buffer of experts.inputs is not contiguous")
+        wanted = ItemBuffers.create(max(needs[0], self.inputs.rows.shape[0]), *needs[1:4], "meta")
+        for name in ("rows", "scales", "offsets"):
+            has, fits = getattr(self.inputs, name), getattr(wanted, name)
+            layouts = [f"{t.dtype} {list(t.shape)}, strides {list(t.stride())}, on " for t in (has, fits)]
+            if layouts[0] != layouts[1] or has.device != device:
+                raise ValueError(
+                    f"experts.inputs.{name} is {layouts[0]}{has.device}, this window needs {layouts[1]}{device}"
+                )
         self._captured: Any = experts if hasattr(experts, "graph_table") else None
         self._nothing = torch.empty((0, facts["hidden"]), dtype=window.wide_dtype, device=device)
         self._times = PhaseTimes(device)
@@ -80,7 +82,7 @@ class ExpertServer:
         if window.heap.capturable:
             # One launch for the host, and half the time between the two kernels.
             self._item = torch.empty((1 + facts["slots"], _C.ITEM_WORDS), dtype=torch.int32, device=device)
-            self._arrival = window.arrival_graph(self._item, rows, scales, offsets)
+            self._arrival = window.arrival_graph(self._item, self.inputs.rows, self.inputs.scales, self.inputs.offsets)
 
     def step(self) -> int:
         """Waits up to the poll interval for an item and answers it; returns how many slots it held (0: nothing came).

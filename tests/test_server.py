@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import harness
@@ -155,19 +156,33 @@ def test_a_layer_that_there_is_not_closes_the_region_that_names_it_and_no_other(
         assert "rank 1 (attention 1) broke the protocol: layer is 4, expected 3" in record["message"]
 
 
-def test_experts_of_other_sizes_are_refused_by_name() -> None:
+def test_buffers_of_another_window_are_refused_by_name() -> None:
+    """fault: a server's graph receives into addresses, and would write past the end of a buffer that is too small."""
+    if harness.DEVICE != "cpu":
+        pytest.skip("these buffers are on the CPU")
+
     class Experts:
-        inputs = afd_ops.ItemBuffers.create(8, 16, 4, torch.float32, "cpu")
+        def __init__(self, inputs: afd_ops.ItemBuffers) -> None:
+            self.inputs = inputs
 
         def __call__(self, *arguments: object) -> torch.Tensor:
             raise NotImplementedError
 
-    if harness.DEVICE != "cpu":
-        pytest.skip("these buffers are on the CPU")
-    with harness.windows(TOPOLOGY) as (*_, ffn), pytest.raises(ValueError, match=r"\(8, 16, 4, .*not \(32, 16, 4,"):
-        afd_ops.ExpertServer(ffn, Experts())
+    fits = afd_ops.ItemBuffers.create(40, 16, 4, torch.float32, "cpu")
+    few = afd_ops.ItemBuffers.create(8, 16, 4, torch.float32, "cpu")
+    with harness.windows(TOPOLOGY) as (*_, ffn):
+        afd_ops.ExpertServer(ffn, Experts(fits))
+        for inputs, says in (
+            (few, "rows is torch.float32 [8, 16], strides [16, 1], on cpu, this window needs torch.float32 [32, 16]"),
+            (replace(fits, rows=torch.empty(16, 40).T), "rows is torch.float32 [40, 16], strides [1, 40]"),
+            (replace(fits, rows=fits.rows.bfloat16()), "rows is torch.bfloat16"),
+            (replace(fits, scales=torch.empty(40, 1)), "scales is torch.float32 [40, 1]"),
+            (replace(fits, offsets=fits.offsets[:3]), "offsets is torch.int32 [3]"),
+        ):
+            with pytest.raises(ValueError, match=re.escape(f"experts.inputs.{says}")):
+                afd_ops.ExpertServer(ffn, Experts(inputs))
     with pytest.raises(ValueError, match="device is cpu, expected a GPU"):
-        afd_ops.CapturedExperts(Experts(), rows=8, hidden=16, owned=4, dtype=torch.float32, device="cpu")
+        afd_ops.CapturedExperts(Experts(few), rows=8, hidden=16, owned=4, dtype=torch.float32, device="cpu")
 
 
 def test_expert_weights_that_do_not_fit_are_named() -> None:
