@@ -1109,6 +1109,34 @@ def test_a_dispatch_with_a_wrong_word_closes_its_region_only(word: str, index: i
         flight.assert_answered()
 
 
+@on_every_device
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_slot_with_wrong_counts_is_no_part_of_an_item(broken: int, alone: bool) -> None:
+    """fault: the server is told of the slot before its counts are found wrong, and computes rows that nobody sent."""
+    with harness.windows(Topology(2, 1, 4)) as (*attention, ffn):
+        flights = [ask(window) for rank, window in enumerate(attention) if rank == broken or not alone]
+        poke(ffn, broken * ffn.geometry.layout["slots_per_region"], "counts", 1000)
+        items: list[int] = []
+        sound = harness.experts_of(ffn.topology, 0)
+
+        def experts(rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
+            items.append(rows.shape[0])
+            assert int(offsets[-1]) == rows.shape[0]
+            return sound(rows, scales, offsets, layer)
+
+        assert ExpertServer(ffn, experts).step() == len(flights) - 1
+        harness.synchronize()
+        assert len(items) == len(flights) - 1
+        assert [error["peer"] for error in ffn.errors()] == [broken]
+        for flight in flights:
+            if flight.window is attention[broken]:
+                with raises(flight.window, afd_ops.PeerFailedError, "(ffn 0)"):
+                    flight.combine()
+            else:
+                flight.assert_answered()
+
+
 # Memory that is gone. In a process of its own, because what fails here takes the process along.
 
 

@@ -71,6 +71,7 @@ struct Place {
 struct Exchange {
   SlotHeader header;
   int64_t sums[kWarps];
+  uint32_t most[kWarps];
 };
 
 // The first warp's wait. Its lanes own every 32nd slot in order.
@@ -133,7 +134,9 @@ __device__ bool admit(const DeviceControl& c, const Place& at, int32_t generatio
   const Geometry& g = c.geometry;
   const Slot slot(c.window, c.layout, at.index);
   constexpr int kHeaderWords = sizeof(SlotHeader) / 4;
+  constexpr uint32_t kStrange = 0xffffffffu;  // more than any count may be
   const int32_t state = load_relaxed(&c.region[at.region]);
+  __syncthreads();  // x has been read
   if (threadIdx.x < kHeaderWords)
     reinterpret_cast<int32_t*>(&x.header)[threadIdx.x] = reinterpret_cast<const int32_t*>(slot.header)[threadIdx.x];
   int64_t mine = 0;
@@ -151,12 +154,14 @@ __device__ bool admit(const DeviceControl& c, const Place& at, int32_t generatio
   // Over the warp in two parts that cannot overflow: a count is less than 2^31, and a thread has at most 2^5 of them.
   const int64_t sum = (static_cast<int64_t>(__reduce_add_sync(kWarp, static_cast<uint32_t>(mine >> 20))) << 20) +
                       __reduce_add_sync(kWarp, static_cast<uint32_t>(mine & 0xfffff));
-  if (threadIdx.x % 32 == 0) x.sums[threadIdx.x / 32] = sum;
+  const uint32_t most_of_warp = __reduce_max_sync(kWarp, strange != 0 ? kStrange : most_here);
+  if (threadIdx.x % 32 == 0) x.sums[threadIdx.x / 32] = sum, x.most[threadIdx.x / 32] = most_of_warp;
   if (!__syncthreads_and(state == kAlive)) return false;
   h = x.header;
   int64_t routed = 0;
+  uint32_t most_of_all = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) routed += x.sums[w];
+  for (int w = 0; w < kWarps; ++w) routed += x.sums[w], most_of_all = max(most_of_all, x.most[w]);
   const int64_t most = static_cast<int64_t>(h.num_tokens) * g.topk;
   ErrorRecord r = error_at(Kind::Protocol, Op::arrive, h.layer, at.region, at.stage, at.ring, h.sequence);
   const auto fails = [&r](bool bad, Field field, int64_t expected, int64_t seen) {
@@ -166,23 +171,22 @@ __device__ bool admit(const DeviceControl& c, const Place& at, int32_t generatio
     r.seen = seen;
     return true;
   };
-  const bool bad_header = fails(h.magic != kHeaderMagic, Field::magic, kHeaderMagic, h.magic) ||
-                          fails(h.version != kWireVersion, Field::version, kWireVersion, h.version) ||
-                          fails(h.generation != generation, Field::generation, generation, h.generation) ||
-                          fails(h.flags != 0, Field::flags, 0, h.flags) ||
-                          fails(h.sequence < 0, Field::sequence, 0, h.sequence) ||
-                          fails(ring_of(c, h.sequence) != at.ring, Field::ring, at.ring, ring_of(c, h.sequence)) ||
-                          fails(h.layer < 0 || h.layer >= g.layers, Field::layer, g.layers - 1, h.layer) ||
-                          fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens);
-  const bool bad_count = !bad_header && (fails(strange != 0, Field::counts, 0, strange) ||
-                                         fails(most_here > most, Field::counts, most, static_cast<int32_t>(most_here)));
-  if (__syncthreads_or(bad_count)) {
-    if (bad_count && !rehearses) close_region(c, r);
-    return false;
+  bool speaks = threadIdx.x == 0;
+  bool bad = fails(h.magic != kHeaderMagic, Field::magic, kHeaderMagic, h.magic) ||
+             fails(h.version != kWireVersion, Field::version, kWireVersion, h.version) ||
+             fails(h.generation != generation, Field::generation, generation, h.generation) ||
+             fails(h.flags != 0, Field::flags, 0, h.flags) || fails(h.sequence < 0, Field::sequence, 0, h.sequence) ||
+             fails(ring_of(c, h.sequence) != at.ring, Field::ring, at.ring, ring_of(c, h.sequence)) ||
+             fails(h.layer < 0 || h.layer >= g.layers, Field::layer, g.layers - 1, h.layer) ||
+             fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens);
+  if (!bad && most_of_all > most) {  // those speak who have such a count
+    bad = true;
+    speaks = fails(strange != 0, Field::counts, 0, strange) ||
+             fails(most_here > most, Field::counts, most, static_cast<int32_t>(most_here));
   }
-  if (!bad_header && !fails(routed != h.routed || routed > most, Field::counts, h.routed, routed)) return true;
-  if (threadIdx.x == 0 && !rehearses) close_region(c, r);
-  return false;
+  bad = bad || fails(routed != h.routed || routed > most, Field::counts, h.routed, routed);
+  if (bad && speaks && !rehearses) close_region(c, r);
+  return !bad;
 }
 
 // Takes an admitted slot into the item as its n-th. Rows stand by expert, and within an expert in item order: `first`
@@ -257,6 +261,14 @@ __global__ void __launch_bounds__(kThreads)
   int64_t rows = 0;
   uint32_t next = cursor;
   bool waits = !__syncthreads_or(has_failed(c));
+  // The host is waiting: it hears of an item before its last slot is taken.
+  const auto mail = [&] {
+    volatile int64_t* words = c.mailbox + arrivals % kMailbox * kMailWords;
+    if (threadIdx.x < kMailWords)
+      words[threadIdx.x] = mail_word(arrivals + 1, threadIdx.x == kMailCount   ? count
+                                                   : threadIdx.x == kMailLayer ? layer
+                                                                               : static_cast<int32_t>(rows));
+  };
   // If the first look finds nothing to take, the way from a flag to the item is rehearsed: with the first slot as it
   // is, taken as slot number `slots`, which is nobody's. What a kernel meets for the first time, instructions above
   // all, costs microseconds, and later a peer waits for it.
@@ -272,21 +284,22 @@ __global__ void __launch_bounds__(kThreads)
         const uint32_t i = base + __ffs(static_cast<int>(left)) - 1;
         const Place at(c, m.order[i]);
         SlotHeader h{};
-        if (!admit(c, at, generation, m, x, rehearses, h) && !rehearses) continue;
-        const bool fits = count == 0 || rows + h.routed <= c.rows;
-        if (count > 0 && (!fits || h.layer != layer)) continue;
-        if (count == 0) next = (cursor + i / per_region + 1) % slots;
-        layer = h.layer;
-        rows += h.routed;
-        take(c, rehearses ? nobodys : at, h, count++, m, item);
+        const bool admitted = admit(c, at, generation, m, x, rehearses, h) || rehearses;
+        const bool joins = admitted && (count == 0 || (rows + h.routed <= c.rows && h.layer == layer));
+        if (joins) {
+          if (count == 0) next = (cursor + i / per_region + 1) % slots;
+          layer = h.layer;
+          rows += h.routed;
+          ++count;
+        }
+        bool last = (left & (left - 1)) == 0;
+        for (uint32_t b = base + 32; last && b < looks_at; b += 32) last = m.ready[b / 32] == 0;
+        if (last && count > 0 && !rehearses) mail();
+        if (joins) take(c, rehearses ? nobodys : at, h, count - 1, m, item);
       }
     }
     const bool chosen = !rehearses && (count > 0 || !waits);
-    volatile int64_t* mail = c.mailbox + arrivals % kMailbox * kMailWords;
-    if (chosen && threadIdx.x < kMailWords)  // the host is waiting
-      mail[threadIdx.x] = mail_word(arrivals + 1, threadIdx.x == kMailCount   ? count
-                                                  : threadIdx.x == kMailLayer ? layer
-                                                                              : static_cast<int32_t>(rows));
+    if (chosen && count == 0) mail();
     place_rows(c, m, x, count);
     if (chosen) break;
     count = 0, layer = 0, rows = 0, next = cursor;
