@@ -90,7 +90,7 @@ class Puppet:
     ) -> None:
         self.connection, self.rank, self.topology, self.sizes, self.pace = connection, rank, topology, sizes, pace
         self.store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=pace.patience))
-        self.heap: Any = None  # NVSHMEM's, from the first window on
+        self.heap: Any = None  # NVSHMEM's
         self.graphs = False
         self.lanes: dict[tuple[int, int, int], Lane] = {}
         self.windows: dict[str, Window] = {}
@@ -155,6 +155,15 @@ class Puppet:
         """For the windows to come: whether ops are replayed from graphs, and how long they wait."""
         self.graphs, self.sizes["deadline"], self.stops = graphs, deadline, set()
 
+    def start(self) -> None:
+        """On a GPU, before the first window."""
+        from afd_ops.heap.nvshmem import NvshmemHeap
+
+        bootstrap = Bootstrap(
+            self.store, self.rank, self.topology.world_size, name="NVSHMEM", timeout=self.pace.patience / 2
+        )
+        self.heap = NvshmemHeap(bootstrap, harness.DEVICE)
+
     def open(
         self, name: str, topology: Topology | None = None, rank: int | None = None, address: str = "", **sizes: Any
     ) -> int:
@@ -163,10 +172,6 @@ class Puppet:
             bootstrap = Bootstrap.connect(address, rank, topology.world_size, name=name, timeout=self.pace.patience / 2)
         else:
             bootstrap = Bootstrap(self.store, rank, topology.world_size, name=name, timeout=self.pace.patience / 2)
-        if harness.DEVICE != "cpu" and self.heap is None:
-            from afd_ops.heap.nvshmem import NvshmemHeap
-
-            self.heap = NvshmemHeap(bootstrap, harness.DEVICE)
         self.windows[name] = Window(topology, bootstrap, heap=self.heap, **{**self.sizes, **sizes})
         self.use(name)
         harness.fill_with_nan(self.window)
@@ -367,6 +372,7 @@ def _child(connection: Any, device: str, rank: int, topology: Topology, *args: A
     if device == "cuda":
         harness.DEVICE = f"cuda:{rank * torch.cuda.device_count() // topology.world_size}"
         torch.cuda.set_device(harness.DEVICE)
+        torch.zeros(1, device=harness.DEVICE)  # a context takes seconds: not where sets of processes take turns
     with suppress(EOFError, ConnectionError):  # the parent has given up
         puppet = Puppet(connection, rank, topology, *args, pace)
         puppet.main()

@@ -370,13 +370,15 @@ def strike_gpus(cells: Sequence[GpuCell], seed: int, report: Callable[..., None]
             return
         try:
             with Cluster(device="cuda", lasting=lasting) as cluster:
+                cluster.all("hold")  # they are up
+                with STARTING:
+                    cluster.all("start")
                 while left and time.monotonic() < until:
                     begin, cell = time.monotonic(), None
                     fault, role, point, graphs = left[0]
                     cluster.sizes["deadline"] = deadline_of("cuda", fault)
                     cluster.all("prepare", graphs, cluster.sizes["deadline"])
-                    with STARTING:
-                        cluster.all("open", f"afd {len(left)}")
+                    cluster.all("open", f"afd {len(left)}")
                     for rank in cluster.ffn:
                         rank.tell("serve")
                     cluster.all("steps", WARM, LAYER, STAGE, among=cluster.attention)
