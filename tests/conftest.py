@@ -39,6 +39,12 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """harness makes windows and steps on the first GPU."""
+    monkeypatch.setattr(harness, "DEVICE", "cuda:0")
+
+
+@pytest.fixture
 def seed() -> int:
     """AFD_SEED, or a fresh one; printed, so that a failure can be repeated."""
     value = int(os.environ.get("AFD_SEED", int.from_bytes(os.urandom(4), "little")))

@@ -43,14 +43,9 @@ import afd_ops
 from afd_ops import _C
 from afd_ops.reference import routed_sum
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]
 
 PAIR = afd_ops.Topology(1, 1, 7)
-
-
-@pytest.fixture(autouse=True)
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "DEVICE", "cuda:0")
 
 
 # Nothing waits on the host.

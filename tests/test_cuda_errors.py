@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 
 import harness
 import pytest
@@ -29,14 +30,9 @@ from torch import Tensor
 
 import afd_ops
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]
 
 PAIR = afd_ops.Topology(1, 1, 7)
-
-
-@pytest.fixture(autouse=True)
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "DEVICE", "cuda:0")
 
 
 # Arguments.
@@ -263,17 +259,10 @@ def test_more_experts_than_threads_and_more_slots_than_lanes_are_exact(seed: int
             window.check()
 
 
-def assert_the_attention_rank_learns_of_it(module: afd_ops.RemoteExperts, ticket: Tensor, base: Tensor) -> None:
-    assert module.window is not None
-    out = module.combine(ticket, base)
-    torch.cuda.current_stream().synchronize()
-    assert bool(out.isnan().all())
-    with pytest.raises(afd_ops.PeerFailedError, match=r"\(ffn 0\)"):
-        module.window.check()
-
-
-def test_a_bucket_that_is_too_small_is_an_error_and_no_offset_passes_its_end(seed: int) -> None:
-    """fault: offsets that lie beyond the rows send the experts' GEMM out of its input."""
+@contextlib.contextmanager
+def stopped_by_the_ffn_rank(says: str) -> Iterator[tuple[afd_ops.ExpertServer, Tensor, int, int]]:
+    """A server, its item of SPLIT tokens, layer and rows, on the server's stream. What the body does stops the FFN rank
+    with an argument error that says this; the attention rank learns of it, and a reset mends both."""
     with cluster(PAIR, **BY_HAND) as ready:
         (window,), (ffn,), (server,), (stream,) = ready.attention, ready.ffn, ready.servers, ready.streams
         module, (x, ids, weights, base) = harness.remote(window, 1), one_step(window, SPLIT)
@@ -282,36 +271,35 @@ def test_a_bucket_that_is_too_small_is_an_error_and_no_offset_passes_its_end(see
         with torch.cuda.stream(stream):
             item, layer, rows = harness.take(server)
             assert rows == SPLIT * window.geometry.topk
-            received, scales, offsets = torch.ops.afd.receive(item, server.port, ffn.id, rows // 2)
-            out = server.experts(received, scales, offsets, layer)
-            stream.synchronize()
-            assert int(offsets.max()) <= rows // 2
-            with pytest.raises(afd_ops.ArgumentError, match="rows"):
+            yield server, item, layer, rows
+            torch.cuda.current_stream().synchronize()
+            with pytest.raises(afd_ops.ArgumentError, match=says):
                 ffn.check()
-            with contextlib.suppress(RuntimeError):  # the window has stopped
-                torch.ops.afd.reply(out, item, server.port, ffn.id)
-        assert_the_attention_rank_learns_of_it(module, ticket, base)
+        out = module.combine(ticket, base)
+        torch.cuda.current_stream().synchronize()
+        assert bool(out.isnan().all())
+        with pytest.raises(afd_ops.PeerFailedError, match=r"\(ffn 0\)"):
+            window.check()
         ready.reset()
         assert_exact_again(ready)
+
+
+def test_a_bucket_that_is_too_small_is_an_error_and_no_offset_passes_its_end(seed: int) -> None:
+    """fault: offsets that lie beyond the rows send the experts' GEMM out of its input."""
+    with stopped_by_the_ffn_rank("rows") as (server, item, layer, rows):
+        received, scales, offsets = torch.ops.afd.receive(item, server.port, server.window.id, rows // 2)
+        out = server.experts(received, scales, offsets, layer)
+        torch.cuda.current_stream().synchronize()
+        assert int(offsets.max()) <= rows // 2
+        with contextlib.suppress(RuntimeError):  # the window has stopped
+            torch.ops.afd.reply(out, item, server.port, server.window.id)
 
 
 def test_experts_that_return_too_few_rows_are_an_error(seed: int) -> None:
     """fault: reply reads past the end of expert_out and answers with whatever lies there."""
-    with cluster(PAIR, **BY_HAND) as ready:
-        (window,), (ffn,), (server,), (stream,) = ready.attention, ready.ffn, ready.servers, ready.streams
-        module, (x, ids, weights, base) = harness.remote(window, 1), one_step(window, SPLIT)
-        torch.cuda.synchronize()
-        ticket = module.dispatch(x, ids.clamp(min=0), weights)
-        with torch.cuda.stream(stream):
-            item, layer, rows = harness.take(server)
-            out = server.experts(*torch.ops.afd.receive(item, server.port, ffn.id, rows), layer)
-            torch.ops.afd.reply(out[: rows - 1], item, server.port, ffn.id)  # the host does not know the item's rows
-            stream.synchronize()
-            with pytest.raises(afd_ops.ArgumentError, match="expert_out"):
-                ffn.check()
-        assert_the_attention_rank_learns_of_it(module, ticket, base)
-        ready.reset()
-        assert_exact_again(ready)
+    with stopped_by_the_ffn_rank("expert_out") as (server, item, layer, rows):
+        out = server.experts(*torch.ops.afd.receive(item, server.port, server.window.id, rows), layer)
+        torch.ops.afd.reply(out[: rows - 1], item, server.port, server.window.id)  # the host does not know the rows
 
 
 def test_a_bad_position_closes_its_region_and_the_other_is_answered_exactly(seed: int) -> None:

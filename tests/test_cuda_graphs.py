@@ -26,7 +26,7 @@ from torch._functorch import config as functorch_config
 import afd_ops
 from afd_ops import _C
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]
 
 SIZES: dict[str, Any] = dict(
     hidden=256, topk=4, tokens=128, dtype=torch.bfloat16, stages=1, depth=2, deadline=10.0, poll_interval=0.002
@@ -38,11 +38,6 @@ TURNS = 200
 TICKET_GENERATION, TICKET_RING = 0, 2  # words of a ticket's first row
 
 FUSED, SPLIT = 5, 100  # tokens of a combine that is one launch, and of one that is a wait and a sum
-
-
-@pytest.fixture(autouse=True)
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "DEVICE", "cuda:0")
 
 
 @pytest.fixture(params=["one GPU", "two GPUs"])

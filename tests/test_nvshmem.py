@@ -19,12 +19,7 @@ from torch.distributed import HashStore
 
 import afd_ops
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "DEVICE", "cuda:0")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]
 
 
 PERMUTED = """

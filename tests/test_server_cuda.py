@@ -18,15 +18,10 @@ from torch import Tensor
 import afd_ops
 from afd_ops import _C
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]
 
 PAIR = afd_ops.Topology(1, 1, 7)
 MakeExperts = Callable[[afd_ops.Window], afd_ops.Experts]
-
-
-@pytest.fixture(autouse=True)
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "DEVICE", "cuda:0")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
-// sticky: a host's word to all peers of a window: this rank has left, or has failed. And rehearsal, a kernel for a host
-// to practise launching.
-//   moves    one word per peer; how often rehearsal ran
+// sticky: a host's word to all peers of a window: this rank has left, or has failed.
+//   moves    one word per peer
 //   launch   1 CTA, on a stream of the host's own, beside whatever waits
 //   waits    never
 #include "device.cuh"
@@ -14,6 +13,7 @@ cudaError_t preload_combine();
 cudaError_t preload_arrive();
 cudaError_t preload_receive();
 cudaError_t preload_reply();
+cudaError_t preload_rehearsal();
 
 namespace {
 
@@ -27,18 +27,7 @@ __global__ void sticky_kernel(const __grid_constant__ DeviceControl c, int32_t s
   }
 }
 
-__global__ void rehearsal_kernel(int64_t* ran) {
-  volatile int64_t& word = *ran;
-  word = word + 1;
-}
-
 }  // namespace
-
-cudaError_t add_rehearsal(cudaGraph_t graph, int64_t* ran) {
-  void* arguments[] = {&ran};
-  cudaGraphNode_t node;
-  return add_kernel(graph, nullptr, reinterpret_cast<const void*>(rehearsal_kernel), 1, 1, 0, arguments, &node);
-}
 
 void launch_sticky(const DeviceControl& c, int32_t sticky, cudaStream_t stream) {
   sticky_kernel<<<1, 64, 0, stream>>>(c, sticky);
@@ -47,8 +36,8 @@ void launch_sticky(const DeviceControl& c, int32_t sticky, cudaStream_t stream) 
 cudaError_t preload() {
   cudaFuncAttributes a;
   cudaError_t e = cudaFuncGetAttributes(&a, sticky_kernel);
-  if (e == cudaSuccess) e = cudaFuncGetAttributes(&a, rehearsal_kernel);
-  for (auto one : {preload_plan, preload_dispatch, preload_combine, preload_arrive, preload_receive, preload_reply})
+  for (auto one : {preload_plan, preload_dispatch, preload_combine, preload_arrive, preload_receive, preload_reply,
+                   preload_rehearsal})
     if (e == cudaSuccess) e = one();
   return e;
 }
