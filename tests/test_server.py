@@ -178,6 +178,7 @@ def test_buffers_of_another_window_are_refused_by_name() -> None:
             (replace(fits, rows=fits.rows.bfloat16()), "rows is torch.bfloat16"),
             (replace(fits, scales=torch.empty(40, 1)), "scales is torch.float32 [40, 1]"),
             (replace(fits, offsets=fits.offsets[:3]), "offsets is torch.int32 [3]"),
+            (replace(fits, offsets=fits.offsets.to("meta")), "offsets is torch.int32 [4], strides [1], on meta"),
         ):
             with pytest.raises(ValueError, match=re.escape(f"experts.inputs.{says}")):
                 afd_ops.ExpertServer(ffn, Experts(inputs))
