@@ -261,14 +261,13 @@ __global__ void __launch_bounds__(kThreads)
   int64_t rows = 0;
   uint32_t next = cursor;
   bool waits = !__syncthreads_or(has_failed(c));
-  // The host is waiting, and so is receive's launch: both hear of an item before its last slot is taken.
+  // The host is waiting: it hears of an item before its last slot is taken.
   const auto mail = [&] {
     volatile int64_t* words = c.mailbox + arrivals % kMailbox * kMailWords;
     if (threadIdx.x < kMailWords)
       words[threadIdx.x] = mail_word(arrivals + 1, threadIdx.x == kMailCount   ? count
                                                    : threadIdx.x == kMailLayer ? layer
                                                                                : static_cast<int32_t>(rows));
-    begin_next();  // from here on nothing is waited for
   };
   // If the first look finds nothing to take, the way from a flag to the item is rehearsed: with the first slot as it
   // is, taken as slot number `slots`, which is nobody's. What a kernel meets for the first time, instructions above
@@ -329,7 +328,7 @@ void launch_arrive(const DeviceControl& c, int32_t* item, cudaStream_t stream) {
 cudaError_t add_arrive(cudaGraph_t graph, const DeviceControl& c, int32_t* item, cudaGraphNode_t* node) {
   int64_t linger_ns = c.mapped->linger_ns;
   void* arguments[] = {const_cast<DeviceControl*>(&c), &linger_ns, &item};
-  return add_kernel(graph, reinterpret_cast<const void*>(arrive_kernel), 1, kThreads,
+  return add_kernel(graph, nullptr, reinterpret_cast<const void*>(arrive_kernel), 1, kThreads,
                     arrive_bytes(c.geometry, c.slots()), arguments, node);
 }
 

@@ -234,22 +234,6 @@ __device__ inline bool last_cta(const DeviceControl& c, Done which, int64_t stag
   return true;
 }
 
-// Programmatic dependent launch, from compute capability 9.0 on: begin_next() lets the next kernel onto the device
-// while this one still runs, await_previous() holds that kernel until this one has ended and what it wrote is there.
-// Nobody may wait for anything behind begin_next(): the next kernel's CTAs are in the way by then. Both do nothing
-// where the launch did not ask for it; begins_early() says whether the code at hand can be asked.
-__device__ __forceinline__ void begin_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void await_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-inline bool begins_early(const cudaFuncAttributes& a) { return a.ptxVersion >= 90; }
-
 // Rows in work units for warps: a unit is a segment of a row, so that a short batch is cut over many warps and a long
 // one reads its plan once per row. Segments are a power of two, so that a unit is taken apart by shifts, and no shorter
 // than one vector of 16 bytes per lane; units go to the CTAs in turn.

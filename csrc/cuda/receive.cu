@@ -1,8 +1,7 @@
 // receive: the chosen tokens in local-expert order.
 //   moves    each token's row (and scales) once out of the window, once per choice into rows; where it went, for reply
 //   launch   kCtas CTAs of 256 threads; a warp copies a segment of a token's row
-//   order    after arrive's acquire, on the same stream; the slots stay ours until reply. In a server's graph it is
-//            launched before arrive has ended, and waits for that end before it reads anything
+//   order    after arrive's acquire, on the same stream; the slots stay ours until reply
 //   waits    never
 //   fails    a position outside what the header announced: that region is closed; more rows than the bucket: error
 //            record
@@ -55,7 +54,6 @@ template <bool kScales>
 __global__ void __launch_bounds__(kThreads)
     receive_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, int4* rows, float* scales,
                    int64_t capacity, int32_t* offsets) {
-  await_previous();
   const Geometry& g = c.geometry;
   const int32_t generation = c.state->generation;
   const Item item(words);
@@ -135,25 +133,12 @@ void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, flo
   kernel<<<kCtas, kThreads, 0, stream>>>(c, item, reinterpret_cast<int4*>(rows), scales, capacity, offsets);
 }
 
-cudaError_t add_receive(cudaGraph_t graph, cudaGraphNode_t arrive, const DeviceControl& c, const int32_t* item,
+cudaError_t add_receive(cudaGraph_t graph, cudaGraphNode_t after, const DeviceControl& c, const int32_t* item,
                         char* rows, float* scales, int64_t capacity, int32_t* offsets) {
   const auto kernel = scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>;
   void* arguments[] = {const_cast<DeviceControl*>(&c), &item, &rows, &scales, &capacity, &offsets};
   cudaGraphNode_t node;
-  cudaFuncAttributes a;
-  cudaError_t e = cudaFuncGetAttributes(&a, kernel);
-  if (e == cudaSuccess)
-    e = add_kernel(graph, reinterpret_cast<const void*>(kernel), kCtas, kThreads, 0, arguments, &node);
-  cudaGraphEdgeData edge{};
-  if (e == cudaSuccess && begins_early(a)) {
-    edge.from_port = cudaGraphKernelNodePortProgrammatic;
-    edge.type = cudaGraphDependencyTypeProgrammatic;
-  }
-#if CUDART_VERSION >= 13000
-  return e == cudaSuccess ? cudaGraphAddDependencies(graph, &arrive, &node, &edge, 1) : e;
-#else
-  return e == cudaSuccess ? cudaGraphAddDependencies_v2(graph, &arrive, &node, &edge, 1) : e;
-#endif
+  return add_kernel(graph, after, reinterpret_cast<const void*>(kernel), kCtas, kThreads, 0, arguments, &node);
 }
 
 cudaError_t preload_receive() {

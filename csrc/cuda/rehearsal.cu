@@ -18,7 +18,7 @@ __global__ void rehearsal_kernel(int64_t* ran) {
 cudaError_t add_rehearsal(cudaGraph_t graph, int64_t* ran) {
   void* arguments[] = {&ran};
   cudaGraphNode_t node;
-  return add_kernel(graph, reinterpret_cast<const void*>(rehearsal_kernel), 1, 1, 0, arguments, &node);
+  return add_kernel(graph, nullptr, reinterpret_cast<const void*>(rehearsal_kernel), 1, 1, 0, arguments, &node);
 }
 
 cudaError_t preload_rehearsal() {
