@@ -329,10 +329,11 @@ GpuCell = tuple[str, str, str, bool]
 ENDS_A_PROCESS = ("kill", "exit", "leave")
 
 
-def gpu_batches() -> list[list[GpuCell]]:
+def gpu_batches(played: Sequence[GpuCell]) -> list[list[GpuCell]]:
     """The whole matrix, and kill at a random moment: what can share processes in few batches, the rest one by one."""
     cells = [(*cell, graphs) for cell in CELLS for graphs in (False, True)]
     cells += [("kill", role, ANYWHERE, graphs) for role in ("attention", "ffn") for graphs in (False, True)]
+    cells = [cell for cell in cells if cell not in played]
     lasting = [cell for cell in cells if cell[0] not in ENDS_A_PROCESS]
     return [*(lasting[n::4] for n in range(4)), *([cell] for cell in cells if cell[0] in ENDS_A_PROCESS)]
 
@@ -419,9 +420,9 @@ def test_whoever_needs_the_victim_says_so_in_time_and_the_others_carry_on(cell: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", GPU_BATCHES)
-def test_between_gpus_the_same_and_no_memory_stays(batch: str, seed: int) -> None:
-    """A part of what `--device cuda` plays: NVSHMEM takes its time to start."""
-    before, wrong = gpu_memory(), []
+def test_between_gpus_the_same(batch: str, seed: int) -> None:
+    """A part of what `--device cuda` plays: NVSHMEM takes its time to start. That looks at memory besides."""
+    wrong = []
 
     def report(cell: GpuCell, seconds: float | None, noticed: list[float], failure: str | None) -> None:
         print(cell, seconds, noticed)
@@ -430,7 +431,6 @@ def test_between_gpus_the_same_and_no_memory_stays(batch: str, seed: int) -> Non
 
     strike_gpus(GPU_BATCHES[batch], seed, report)
     assert not wrong, "\n".join(wrong)
-    assert max(memory_left(before)) <= 32
 
 
 def test_all_attention_ranks_die_and_the_servers_end() -> None:
@@ -561,19 +561,26 @@ def soak(rounds: int, seed: int) -> int:
     return wrong
 
 
-def soak_gpus(seed: int, jobs: int, seconds: float, out: Path | None) -> int:
-    """Every batch once, `jobs` at a time; what came out is on disk after every cell. Returns how many went wrong."""
+def soak_gpus(seed: int, jobs: int, seconds: float, out: Path | None, earlier: Path | None) -> int:
+    """Every batch once, `jobs` at a time; what came out is on disk after every cell. Returns how many went wrong.
+
+    Args:
+        earlier: a result that did not reach its end. What it played is taken over: each row says with which sources.
+    """
     begin, lock, before, names = time.monotonic(), threading.Lock(), gpu_memory(), dev_shm()
-    rows: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"seed": seed, "csrc": _C.SOURCE_DIGEST, "torch": torch.__version__}
+    known = json.loads(earlier.read_text())["rows"] if earlier else []
+    rows: list[dict[str, Any]] = [row for row in known if row["result"] != "not run"]
+    played = [(row["fault"], row["role"], row["point"], row["graphs"]) for row in rows]
+    result: dict[str, Any] = {"seed": seed, "torch": torch.__version__}
     result |= {"memory_before_mb": before, "rows": rows}
 
     def report(cell: GpuCell, took: float | None, noticed: list[float], failure: str | None) -> None:
         fault, role, point, graphs = cell
         row = {"fault": fault, "role": role, "point": point, "graphs": graphs, "noticed_s": noticed}
+        row |= {"csrc": _C.SOURCE_DIGEST, "failure": failure}
         said = "not run" if took is None else "wrong" if failure else "held"
         with lock:
-            rows.append(row | {"result": said, "seconds": took and round(took, 1), "failure": failure})
+            rows.append(row | {"result": said, "seconds": took and round(took, 1)})
             print(f"{time.monotonic() - begin:6.1f} s  {said:8s} {cell}, noticed after {noticed} s", flush=True)
             if failure:
                 print(failure, flush=True)
@@ -581,7 +588,7 @@ def soak_gpus(seed: int, jobs: int, seconds: float, out: Path | None) -> int:
                 out.write_text(json.dumps(result, indent=1) + "\n")
 
     with ThreadPoolExecutor(jobs) as pool:
-        for _ in pool.map(lambda batch: strike_gpus(batch, seed, report, begin + seconds), gpu_batches()):
+        for _ in pool.map(lambda batch: strike_gpus(batch, seed, report, begin + seconds), gpu_batches(played)):
             pass
     result["memory_left_mb"] = memory_left(before)
     result["dev_shm_left"] = sorted(dev_shm() - names)
@@ -602,12 +609,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=4, help="cuda: sets of processes at a time")
     parser.add_argument("--seconds", type=float, default=540.0, help="cuda: no case begins later")
     parser.add_argument("--out", type=Path, help="cuda: result file")
+    parser.add_argument("--earlier", type=Path, help="cuda: a result file; what it says was played is not played again")
     args = parser.parse_args()
     print(f"faults of {Path(afd_ops.__file__).parent} with seed {args.seed}", flush=True)
     if args.device == "cpu":
         wrong = soak(args.rounds, args.seed)
     else:
-        wrong = soak_gpus(args.seed, args.jobs, args.seconds, args.out)
+        wrong = soak_gpus(args.seed, args.jobs, args.seconds, args.out, args.earlier)
     print("FAIL" if wrong else "PASS")
     return 1 if wrong else 0
 
