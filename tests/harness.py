@@ -137,6 +137,22 @@ def word(window: afd_ops.Window, offset: int, dtype: torch.dtype = torch.int32) 
     return memory(window.heap.device, _C.addresses(window.id)["window"] + offset, dtype.itemsize).view(dtype)
 
 
+# Byte offsets in a slot, csrc/wire.h's; written again, so that tests see them change.
+HEADER = dict(magic=0, version=4, generation=8, layer=12, num_tokens=16, flags=20, sequence=24, routed=32, counts=40)
+
+
+def poke(window: afd_ops.Window, slot: int, field: str, value: int, index: int = 0) -> int:
+    """Overwrites a word of a slot, as a peer could; returns what was there."""
+    layout = window.geometry.layout
+    within = {**layout, **HEADER}[field] + 4 * index
+    at = layout["slots"] + slot * layout["slot_bytes"] + within
+    cell = word(window, at, torch.int64 if field == "sequence" else torch.int32)
+    before = int(cell)
+    cell.fill_(value)
+    synchronize()
+    return before
+
+
 def slots_of(window: afd_ops.Window) -> Tensor:
     """A window's slots as they lie in memory: uint8 [slots, slot_bytes]."""
     layout, count = window.geometry.layout, _C.facts(window.id)["slots"]

@@ -145,10 +145,7 @@ def test_a_layer_that_there_is_not_closes_the_region_that_names_it_and_no_other(
             wild.port[1] = 3
         tickets = [wild.dispatch(*step[:3]), module.dispatch(*step[:3])]
         harness.synchronize()
-        layout = ffn.geometry.layout
-        layer = layout["slots"] + ffn.geometry.depth * layout["slot_bytes"] + 12  # of region 1, stage 0, ring 0
-        harness.word(ffn, layer).fill_(4)
-        harness.synchronize()
+        harness.poke(ffn, ffn.geometry.layout["slots_per_region"], "layer", 4)  # region 1, stage 0, ring 0
         assert server.step() == 1
         assert torch.equal(module.combine(tickets[1], step[3]), expected(TOPOLOGY, *step))
         (record,) = ffn.errors()
