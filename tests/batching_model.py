@@ -77,7 +77,7 @@ class BatchingModel(Model[BatchingState]):
 
     def _arrive(self, state: BatchingState) -> Step[BatchingState]:
         batching = self.batching
-        chosen, cursor = self._choose(state)
+        chosen, cursor = self.choose(state)
         slots = tuple(
             arrival._replace(passed_over=arrival.passed_over + 1) if arrival and slot not in chosen else None
             for slot, arrival in enumerate(state.slots)
@@ -93,7 +93,7 @@ class BatchingModel(Model[BatchingState]):
             return label, None, Kind.STARVED
         return label, BatchingState(cursor, slots, passed_over), None
 
-    def _choose(self, state: BatchingState) -> tuple[list[int], int]:
+    def choose(self, state: BatchingState) -> tuple[list[int], int]:
         """The slots of the next item, and where the scan after it begins."""
         batching = self.batching
         chosen: list[int] = []

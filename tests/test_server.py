@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import re
 import sys
 import threading
@@ -15,10 +16,11 @@ from types import ModuleType
 import harness
 import pytest
 import torch
+from batching_model import Arrival, Batching, BatchingModel, BatchingState
 from harness import expected, random_step
 
 import afd_ops
-from afd_ops import metrics
+from afd_ops import _C, metrics
 
 TOPOLOGY = afd_ops.Topology(2, 1, 4)
 
@@ -59,6 +61,50 @@ def test_a_flood_from_one_rank_does_not_hold_up_another(depth: int, seed: int) -
                 assert torch.equal(module.combine(oldest, step[3]), want)
                 in_flight.append((module, module.dispatch(*step[:3])))
         print("items that went first:", waits)
+
+
+def test_of_many_ready_slots_an_item_takes_what_the_rule_names(seed: int) -> None:
+    """More than 32 of a region, of several layers and of none to many rows; until everything is answered, twice.
+
+    symptom: arrive took 43 us with 64 rings filled ahead. Cause: it checked every ready slot, also who had to wait.
+    """
+    random.seed(seed)
+    each, capacity = 35, 32
+    model, cursor = BatchingModel(Batching(regions=2, each=each, capacity=capacity)), 0
+    with harness.windows(TOPOLOGY, depth=each, rows=capacity) as (*attention, ffn):
+        experts = harness.experts_of(TOPOLOGY, 0)
+        server = afd_ops.ExpertServer(ffn, experts)
+        for _ in range(2):
+            slots, flights = [], []
+            for window in attention:
+                for _ in range(each):
+                    layer, step = random.randrange(3), random_step(TOPOLOGY, random.choice((0, 1, 2, 3, 16)))
+                    module = harness.remote(window, layer)
+                    flights.append((module, module.dispatch(*step[:3]), step))
+                    slots.append(Arrival(layer, int((step[1] >= 0).sum())))
+            harness.synchronize()
+            items = 0
+            while any(slots):
+                wanted, cursor = model.choose(BatchingState(cursor, tuple(slots), ()))
+                item, layer, rows = harness.take(server)
+                found = [region * each + ring for region, _, ring, *_ in item[1 : 1 + len(wanted)].tolist()]
+                assert found == wanted, items
+                taken = [slots[index] for index in wanted]
+                assert (int(item[0, _C.ITEM_COUNT]), layer, rows) == (
+                    len(wanted),
+                    taken[0].layer,
+                    sum(arrival.rows for arrival in taken),
+                )
+                received = torch.ops.afd.receive(item, server.port, ffn.id, capacity)
+                torch.ops.afd.reply(experts(*received, layer), item, server.port, ffn.id)
+                for index in wanted:
+                    slots[index] = None
+                items += 1
+            print("items", items)
+            for module, ticket, step in flights:
+                assert torch.equal(module.combine(ticket, step[3]), expected(TOPOLOGY, *step))
+        for window in (*attention, ffn):
+            window.check()
 
 
 def test_lingering_waits_for_the_other_attention_ranks(seed: int) -> None:
@@ -148,6 +194,7 @@ def test_a_layer_that_there_is_not_closes_the_region_that_names_it_and_no_other(
         harness.poke(ffn, ffn.geometry.layout["slots_per_region"], "layer", 4)  # region 1, stage 0, ring 0
         assert server.step() == 1
         assert torch.equal(module.combine(tickets[1], step[3]), expected(TOPOLOGY, *step))
+        assert server.step() == 0  # its turn has come
         (record,) = ffn.errors()
         assert (record["kind"], record["peer"]) == ("Protocol", 1)
         assert "rank 1 (attention 1) broke the protocol: layer is 4, expected 3" in record["message"]

@@ -6,8 +6,9 @@
 //   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
 //
 // Fairness: regions take turns, and within a region its slots. The first ready slot from the cursor on heads the item
-// and gives it its layer; others of that layer join while their rows fit, wherever they are. The next scan begins at
-// the region behind the head's. The cursor counts regions on through the rounds, and in round n a region's scan begins
+// and gives it its layer; others of that layer join while their rows fit, wherever they are. Who has to wait is not
+// checked before its turn, so that an item costs what it holds, however much is ready. The next scan begins at the
+// region behind the head's. The cursor counts regions on through the rounds, and in round n a region's scan begins
 // at its slot n. So a region waits for at most one item per other region, and a slot for one per other slot.
 #include "kernels.h"
 #include "wait.h"
@@ -73,6 +74,9 @@ int32_t choose(Control& c, int32_t* item) {
   const int64_t begin = c.cursor;
   int32_t count = 0;
   int64_t rows = 0;
+  const auto joins = [&](int32_t layer, int32_t routed) {
+    return count == 0 || (layer == item[kItemLayer] && rows + routed <= c.rows);
+  };
   for (int64_t i = 0; i < slots; ++i) {
     const int64_t place = begin + i / each;
     const auto region = static_cast<int32_t>(place % c.peers);
@@ -86,11 +90,10 @@ int32_t choose(Control& c, int32_t* item) {
       close_region(c, bad_flag(where(Op::arrive, -1, stage, ring, -1), region, seen));
       continue;
     }
-    SlotHeader h;
-    if (!admit(c, index, region, stage, ring, h)) continue;
+    SlotHeader h = *Slot(c.window, c.layout, index).header;
+    if (!joins(h.layer, h.routed) || !admit(c, index, region, stage, ring, h)) continue;
     Taken& taken = c.taken[index];
-    const bool fits = count == 0 || rows + taken.routed <= c.rows;
-    if (count > 0 && (!fits || taken.layer != item[kItemLayer])) continue;
+    if (!joins(taken.layer, taken.routed)) continue;  // a peer that writes meanwhile
     if (count == 0) c.cursor = static_cast<int32_t>((place + 1) % slots);
     taken.sequence = h.sequence;
     taken.at = now_ns();

@@ -1,10 +1,9 @@
 // arrive: wait for any slot, choose what to compute together, say so to the device (item) and to the host (mailbox).
-//   moves    one flag word per slot; headers and counts of ready slots
-//   launch   one CTA of 256 threads: its first warp polls, then a thread per expert
+//   moves    one flag word per slot; headers of ready slots, and the counts of those that join
+//   launch   one CTA of 256 threads: its first warp polls and looks at headers, then a thread per expert
 //   order    flag (acquire, by the first warp; __syncthreads hands it on), then header; header and counts are copied
-//   out
-//            of the window here, once. The mailbox needs no fence: every word of it says which item it belongs to. It
-//            is written before the item's places are: what the host launches for it runs after this kernel
+//            out of the window here, once. The mailbox needs no fence: every word of it says which item it belongs to.
+//            It is written before the item's places are: what the host launches for it runs after this kernel
 //   waits    until a slot is ready (and `linger` longer for more) or the poll interval is over; an empty item is not an
 //            error
 //   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
@@ -70,6 +69,7 @@ struct Place {
 // What the warps tell each other.
 struct Exchange {
   SlotHeader header;
+  uint32_t candidate;
   int64_t sums[kWarps];
   uint32_t most[kWarps];
 };
@@ -124,6 +124,51 @@ struct Poll {
       if (turn % 256 == 0) over |= ask_host(&c.mapped->abort) != 0;
       if (__any_sync(kWarp, over)) return false;
     }
+  }
+};
+
+// What the item holds so far.
+struct Chosen {
+  int32_t count = 0, layer = 0;
+  int64_t rows = 0;
+  __device__ bool joins(const DeviceControl& c, int32_t layer_, int32_t routed) const {
+    return count == 0 || (layer_ == layer && rows + routed <= c.rows);
+  }
+};
+
+// Finds the ready slots that are worth a check. A check takes all warps, one slot at a time, and longer than a load:
+// who by its header has to wait is passed over, 32 at a time. Only the first warp looks, because a peer may be
+// overwriting headers, and its lanes keep what they saw of one word of m.ready.
+struct Candidates {
+  uint32_t word = ~0u;
+  int32_t layer = 0, routed = 0;
+
+  // The first in order from `from` on, `end` if there is none; the same for all threads.
+  __device__ uint32_t next(const DeviceControl& c, const Choosing& m, Exchange& x, const Chosen& item, uint32_t from,
+                           uint32_t end) {
+    uint32_t at = from / 32, left = from < end ? m.ready[at] & ~0u << from % 32 : 0;
+    const auto skip = [&] {
+      while (left == 0 && ++at * 32 < end) left = m.ready[at];
+    };
+    skip();
+    if (left == 0) return end;
+    if (item.count == 0) return at * 32 + __ffs(static_cast<int>(left)) - 1;
+    if (threadIdx.x < 32) {
+      uint32_t found = 0;
+      for (; left != 0; left = 0, skip()) {
+        const bool ready = (left >> threadIdx.x & 1) != 0;
+        if (ready && at != word) {
+          const SlotHeader* h = Slot(c.window, c.layout, m.order[at * 32 + threadIdx.x]).header;
+          layer = h->layer, routed = h->routed;
+        }
+        word = at;
+        found = __ballot_sync(kWarp, ready && item.joins(c, layer, routed));
+        if (found != 0) break;
+      }
+      if (threadIdx.x == 0) x.candidate = found != 0 ? at * 32 + __ffs(static_cast<int>(found)) - 1 : end;
+    }
+    __syncthreads();
+    return x.candidate;
   }
 };
 
@@ -257,17 +302,16 @@ __global__ void __launch_bounds__(kThreads)
   }
   const Place nobodys(c, static_cast<int32_t>(slots));
   Poll poll{global_ns()};
-  int32_t count = 0, layer = 0;
-  int64_t rows = 0;
+  Chosen chosen;
   uint32_t next = cursor;
   bool waits = !__syncthreads_or(has_failed(c));
   // The host is waiting: it hears of an item before its last slot is taken.
   const auto mail = [&] {
     volatile int64_t* words = c.mailbox + arrivals % kMailbox * kMailWords;
     if (threadIdx.x < kMailWords)
-      words[threadIdx.x] = mail_word(arrivals + 1, threadIdx.x == kMailCount   ? count
-                                                   : threadIdx.x == kMailLayer ? layer
-                                                                               : static_cast<int32_t>(rows));
+      words[threadIdx.x] = mail_word(arrivals + 1, threadIdx.x == kMailCount   ? chosen.count
+                                                   : threadIdx.x == kMailLayer ? chosen.layer
+                                                                               : static_cast<int32_t>(chosen.rows));
   };
   // If the first look finds nothing to take, the way from a flag to the item is rehearsed: with the first slot as it
   // is, taken as slot number `slots`, which is nobody's. What a kernel meets for the first time, instructions above
@@ -278,43 +322,39 @@ __global__ void __launch_bounds__(kThreads)
     if (rehearses && threadIdx.x == 0) m.ready[0] = 1;
     if (waits && !rehearses && threadIdx.x < 32) waits = poll.wait(c, m, linger_ns, phase == kLook);
     waits = __syncthreads_and(waits);
-    const uint32_t looks_at = !waits ? 0 : rehearses ? 1 : slots;
-    for (uint32_t base = 0; base < looks_at; base += 32) {
-      for (uint32_t left = m.ready[base / 32]; left != 0; left &= left - 1) {
-        const uint32_t i = base + __ffs(static_cast<int>(left)) - 1;
-        const Place at(c, m.order[i]);
-        SlotHeader h{};
-        const bool admitted = admit(c, at, generation, m, x, rehearses, h) || rehearses;
-        const bool joins = admitted && (count == 0 || (rows + h.routed <= c.rows && h.layer == layer));
-        if (joins) {
-          if (count == 0) next = (cursor + i / per_region + 1) % slots;
-          layer = h.layer;
-          rows += h.routed;
-          ++count;
-        }
-        bool last = (left & (left - 1)) == 0;
-        for (uint32_t b = base + 32; last && b < looks_at; b += 32) last = m.ready[b / 32] == 0;
-        if (last && count > 0 && !rehearses) mail();
-        if (joins) take(c, rehearses ? nobodys : at, h, count - 1, m, item);
+    const uint32_t end = !waits ? 0 : rehearses ? 1 : slots;
+    Candidates candidates;
+    for (uint32_t i = candidates.next(c, m, x, chosen, 0, end); i < end;) {
+      const Place at(c, m.order[i]);
+      SlotHeader h{};
+      const bool admitted = admit(c, at, generation, m, x, rehearses, h) || rehearses;
+      const bool joins = admitted && chosen.joins(c, h.layer, h.routed);
+      if (joins) {
+        if (chosen.count == 0) next = (cursor + i / per_region + 1) % slots;
+        chosen = {chosen.count + 1, h.layer, chosen.rows + h.routed};
       }
+      i = candidates.next(c, m, x, chosen, i + 1, end);
+      if (i == end && chosen.count > 0 && !rehearses) mail();
+      if (joins) take(c, rehearses ? nobodys : at, h, chosen.count - 1, m, item);
     }
-    const bool chosen = !rehearses && (count > 0 || !waits);
-    if (chosen && count == 0) mail();
-    place_rows(c, m, x, count);
-    if (chosen) break;
-    count = 0, layer = 0, rows = 0, next = cursor;
+    const bool over = !rehearses && (chosen.count > 0 || !waits);
+    if (over && chosen.count == 0) mail();
+    place_rows(c, m, x, chosen.count);
+    if (over) break;
+    chosen = {}, next = cursor;
     phase = phase == kLook ? kRehearse : kWait;
     __syncthreads();  // m.ready and m.chosen have been read
   }
   if (threadIdx.x == 0) {
-    reinterpret_cast<int4*>(item)[0] = make_int4(generation, count, layer, static_cast<int32_t>(rows));
+    reinterpret_cast<int4*>(item)[0] =
+        make_int4(generation, chosen.count, chosen.layer, static_cast<int32_t>(chosen.rows));
     reinterpret_cast<int4*>(item)[1] = make_int4(0, 0, 0, 0);
     static_assert(kItemGeneration == 0 && kItemCount == 1 && kItemLayer == 2 && kItemRows == 3);
     c.state->cursor = static_cast<int32_t>(next);
     c.state->arrivals = arrivals + 1;
-    if (count > 0) {
+    if (chosen.count > 0) {
       count_up(&c.state->counters[k_items], 1);
-      count_up(&c.state->counters[k_rows], rows);
+      count_up(&c.state->counters[k_rows], chosen.rows);
     }
   }
 }
