@@ -18,8 +18,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from harness import SLEEP_CYCLES
-from test_cuda_graphs import (
+from cuda_cluster import (
     BY_HAND,
     FUSED,
     SPLIT,
@@ -35,6 +34,7 @@ from test_cuda_graphs import (
     oracle,
     slot_index,
 )
+from harness import SLEEP_CYCLES
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile

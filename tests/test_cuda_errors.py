@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import harness
 import pytest
 import torch
-from harness import slots_of
-from test_cuda_graphs import (
+from cuda_cluster import (
     BY_HAND,
     FUSED,
     SPLIT,
@@ -26,6 +25,7 @@ from test_cuda_graphs import (
     oracle,
     slot_index,
 )
+from harness import slots_of
 from torch import Tensor
 
 import afd_ops

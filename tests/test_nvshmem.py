@@ -13,7 +13,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from test_cuda_graphs import FUSED, SPLIT, capturing
+from cuda_cluster import FUSED, SPLIT, capturing
 from torch import Tensor
 from torch.distributed import HashStore
 

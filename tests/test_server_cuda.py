@@ -12,7 +12,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from test_cuda_graphs import BY_HAND, LAYERS, Cluster, cluster, device_experts, inputs, one_step, oracle
+from cuda_cluster import BY_HAND, LAYERS, Cluster, cluster, device_experts, inputs, one_step, oracle
 from torch import Tensor
 
 import afd_ops
