@@ -2,7 +2,7 @@
 
     python benchmarks/ffn_server.py [--experts 256] [--tokens 1,32,128,1024,4096] [--ranks 1,2,4] [--out FILE]
 
-One process: attention ranks on cuda:0, a stream each, the FFN rank on cuda:1, by peer access. Experts as those of
+One process: attention ranks on the first GPU, a stream each, the FFN rank on the last. Experts as those of
 DeepSeek-V4-Flash: hidden 4096, intermediate 2048, top-6 of 256, bfloat16, 12.9 GB of weights made on the GPU. The
 attention side (dispatch, combine) is a graph; this thread runs the server's steps.
 
@@ -48,7 +48,7 @@ from afd_ops.buckets import fit
 from afd_ops.captured import device_memory
 
 HIDDEN, INTERMEDIATE, TOPK = 4096, 2048, 6
-ATTENTION, FFN = "cuda:0", "cuda:1"
+ATTENTION, FFN = "cuda:0", f"cuda:{torch.cuda.device_count() - 1}"
 DELAY_CYCLES = 1_000_000  # about half a millisecond: the FFN rank waits by then
 SECONDS = 20.0  # of patience
 WARM = 8
@@ -516,7 +516,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=numbers, default=[1, 2, 4])
     parser.add_argument("--trials", type=int, default=15)
     parser.add_argument("--limit", type=float, default=300, help="seconds after which it gives up, saying where it was")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "ffn_server.2xH200.json")
+    machine = f"{torch.cuda.device_count()}xH200"
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"ffn_server.{machine}.json")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.limit, exit=True)
     begun = time.monotonic()

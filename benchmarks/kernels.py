@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py [--tokens 1,16,128,1024] [--hidden 7168] [--dtype bfloat16,float8_e4m3fn]
 
-One process, attention on cuda:0 and FFN on cuda:1 by peer access. COUNT dispatches go into COUNT rings; then the FFN
+One process, attention on the first GPU and FFN on the last. COUNT dispatches go into COUNT rings; then the FFN
 side answers them all; then all are combined. Times are per kernel, from the profiler, in a replayed graph.
 """
 
@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import afd_ops
 
 EXPERTS, TOPK, COUNT = 32, 8, 64
+ATTENTION, FFN = "cuda:0", f"cuda:{torch.cuda.device_count() - 1}"
 
 
 def kernels(tokens: int, hidden: int, dtype: torch.dtype, count: int = COUNT) -> dict[str, float]:
@@ -24,7 +25,7 @@ def kernels(tokens: int, hidden: int, dtype: torch.dtype, count: int = COUNT) ->
     topology = afd_ops.Topology(1, 1, EXPERTS)
     a, f = afd_ops.open_local(
         topology,
-        devices=["cuda:0", "cuda:1"],
+        devices=[ATTENTION, FFN],
         hidden=hidden,
         topk=TOPK,
         tokens=tokens,
@@ -34,11 +35,11 @@ def kernels(tokens: int, hidden: int, dtype: torch.dtype, count: int = COUNT) ->
         poll_interval=5.0,
         deadline=20.0,
     )
-    experts, port = afd_ops.RemoteExperts(0).to("cuda:0").attach(a), f.port()
-    x = torch.randn(tokens, hidden, device="cuda:0").to(a.wide_dtype)
-    zeros = torch.zeros(tokens * TOPK, hidden, dtype=a.wide_dtype, device="cuda:1")
-    ids = torch.stack([torch.randperm(EXPERTS, device="cuda:0")[:TOPK] for _ in range(tokens)]).int()
-    weights = torch.rand(tokens, TOPK, device="cuda:0")
+    experts, port = afd_ops.RemoteExperts(0).to(ATTENTION).attach(a), f.port()
+    x = torch.randn(tokens, hidden, device=ATTENTION).to(a.wide_dtype)
+    zeros = torch.zeros(tokens * TOPK, hidden, dtype=a.wide_dtype, device=FFN)
+    ids = torch.stack([torch.randperm(EXPERTS, device=ATTENTION)[:TOPK] for _ in range(tokens)]).int()
+    weights = torch.rand(tokens, TOPK, device=ATTENTION)
 
     def answer() -> None:
         item = torch.ops.afd.arrive(port, f.id)
@@ -50,25 +51,25 @@ def kernels(tokens: int, hidden: int, dtype: torch.dtype, count: int = COUNT) ->
         ticket = experts.dispatch(x, ids, weights)
         answer()
         experts.combine(ticket, x)
-        torch.cuda.synchronize(0)
-        torch.cuda.synchronize(1)
+        torch.cuda.synchronize(ATTENTION)
+        torch.cuda.synchronize(FFN)
         with torch.cuda.graph(send):
             tickets = [experts.dispatch(x, ids, weights) for _ in range(count)]
         with torch.cuda.graph(take, pool=send.pool()):
             for ticket in tickets:
                 experts.combine(ticket, x)
-        with torch.cuda.device(1), torch.cuda.graph(serve, stream=torch.cuda.Stream(1)):
+        with torch.cuda.device(FFN), torch.cuda.graph(serve, stream=torch.cuda.Stream(FFN)):
             for _ in range(count):
                 answer()
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             for _ in range(2):
                 send.replay()
-                torch.cuda.synchronize(0)
-                with torch.cuda.device(1):
+                torch.cuda.synchronize(ATTENTION)
+                with torch.cuda.device(FFN):
                     serve.replay()
-                torch.cuda.synchronize(1)
+                torch.cuda.synchronize(FFN)
                 take.replay()
-                torch.cuda.synchronize(0)
+                torch.cuda.synchronize(ATTENTION)
         a.check()
     for window in (a, f):
         window.close()
