@@ -80,9 +80,7 @@ class ExpertServer:
         _C.set_linger(window.id, int(linger * 1e9))
         self._item: Tensor | None = None
         if window.heap.capturable:
-            # One launch for the host, and half the time between the two kernels.
             self._item = torch.empty((1 + facts["slots"], _C.ITEM_WORDS), dtype=torch.int32, device=device)
-            self._arrival = window.arrival_graph(self._item, self.inputs.rows, self.inputs.scales, self.inputs.offsets)
 
     def step(self) -> int:
         """Waits up to the poll interval for an item and answers it; returns how many slots it held (0: nothing came).
@@ -95,7 +93,7 @@ class ExpertServer:
         marks = times.begin()
         item = self._item
         if item is not None:
-            window.replay(self._arrival)
+            window.arrive_and_receive(item, inputs.rows, inputs.scales, inputs.offsets)
         else:
             item = torch.ops.afd.arrive(port, window.id)
             torch.ops.afd.receive_into(item, inputs.rows, inputs.scales, inputs.offsets, port, window.id)

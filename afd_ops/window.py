@@ -284,18 +284,15 @@ class Window:
             raise
         self.check()
 
-    def arrival_graph(self, item: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor) -> Any:
-        """FFN ranks on a GPU: arrive and receive_into as a graph for `replay`, into these tensors each time.
-
-        A linger that is set later is not in it. Nothing is captured: other threads may go on.
-        """
-        addresses = item.data_ptr(), rows.data_ptr(), scales.data_ptr(), rows.shape[0], offsets.data_ptr()
-        return self._device_half.arrival_graph(self.id, *addresses)
-
-    def replay(self, graph: Any) -> None:
-        """Launches an `arrival_graph` on the current stream; raises what arrive would."""
+    def arrive_and_receive(
+        self, item: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor
+    ) -> None:
+        """FFN ranks on a GPU: arrive and receive_into on the current stream, into these tensors; raises what arrive
+        would. From compute capability 9.0 on the second is on the device before the first has ended."""
         stream = torch.cuda.current_stream(self.heap.device).cuda_stream
-        self._device_half.replay(self.id, graph, stream)
+        self._device_half.arrive_and_receive(
+            self.id, item.data_ptr(), rows.data_ptr(), scales.data_ptr(), rows.shape[0], offsets.data_ptr(), stream
+        )
 
     def next_item(self, timeout: float, graphs: array[int] | None = None) -> tuple[int, int, int, int] | None:
         """FFN ranks on a GPU: (slots, layer, rows, graph) of the next item from the mailbox; None if it does not come.

@@ -93,6 +93,8 @@ GPU_REPLY_FLAG = (
 )
 GPU_MOMENT = "  for (const int64_t until = global_ns() + 20'000; global_ns() < until;) {\n  }\n"
 GPU_AWAIT = "  bool late = false;\n  int32_t seen;\n"
+ITEM_CLEARED = "    store_relaxed(item + kItemReady, 0);\n"
+ITEM_AWAITED = "    if (threadIdx.x == 0)\n      while (load_acquire_gpu(words + kItemReady) == 0) {\n      }\n"
 
 CUDA_MUTANTS = (
     Mutant(
@@ -127,6 +129,8 @@ CUDA_MUTANTS = (
             ),
         ),
     ),
+    Mutant("arrive does not clear the item's ready word", "csrc/cuda/arrive.cu", ((ITEM_CLEARED, ""),)),
+    Mutant("a receive that begins early does not wait for its item", "csrc/cuda/receive.cu", ((ITEM_AWAITED, ""),)),
     Mutant(
         "dispatch's flag is stored without release",
         "csrc/cuda/dispatch.cu",
@@ -143,6 +147,12 @@ CUDA_MUTANTS = (
         "flags are released to the GPU, not to the system",
         "csrc/cuda/device.cuh",
         (("st.release.sys.global.s32", "st.release.gpu.global.s32"),),
+        forgiven=True,
+    ),
+    Mutant(
+        "the item's ready word is stored without release",
+        "csrc/cuda/device.cuh",
+        (("st.release.gpu.global.s32", "st.relaxed.gpu.global.s32"),),
         forgiven=True,
     ),
     Mutant(

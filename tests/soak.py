@@ -104,6 +104,8 @@ def on_gpus(args: argparse.Namespace) -> int:
     import soak_gpu
 
     phases = soak_gpu.BRIEF if args.brief else soak_gpu.PHASES
+    if torch.cuda.device_count() < 2:
+        phases = tuple(phase for phase in phases if phase.local)
     with tempfile.TemporaryDirectory() as folder:
         rows = soak_gpu.soak(phases, args.seed, args.seconds, Path(folder) / "rows.json")
     result = soak_gpu.summary(rows, phases, args.seed)

@@ -1,8 +1,10 @@
 """The half of soak.py that runs on GPUs: `python tests/soak.py --device cuda`.
 
 Inputs are drawn, and outputs compared with ==, on the GPU, PAIRS round trips at a time; the host reads one number per
-lane every AHEAD turns. Phases over NVSHMEM have a process and a GPU per rank; local ones have all ranks in one process,
-attention on cuda:0 and FFN on cuda:1 by peer access. What a phase found is on disk when it ends.
+lane every AHEAD turns. Phases over NVSHMEM have a process and a GPU per rank, and are left out where there is one GPU;
+local ones have all ranks in one process, attention on the first GPU and FFN on the last, by peer access.
+An eager server is an ExpertServer; else arrive, receive, experts and reply are captured. What a phase found is on disk
+when it ends.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ PHASES = (
     *(Phase(f"one sends {n}", True, 2, sends=(n, 0), hidden=2048, eager=0.0, pairs=100_000) for n in (256, 1024)),
     Phase("2A2F", True, 2, 2, 0.15),
     Phase("2A2F float8", True, 2, 2, 0.1, dtype=FP8),
-    Phase("between processes", False, share=0.35),
+    Phase("2A2F, eager server", True, 2, 2, 0.1, replayed_server=False),
+    Phase("between processes", False, share=0.25),
     Phase("between processes, float8", False, share=0.15, dtype=FP8),
     Phase("between processes, depth 1, long rows", False, share=0.15, hidden=2048, depth=1),
     Phase("between processes, eager server", False, share=0.1, eager=0.5, replayed_server=False),
@@ -85,8 +88,9 @@ PHASES = (
 # For planted mistakes: a short way through what differs.
 BRIEF = (
     Phase("one sends 1024", True, 2, share=0.3, sends=(1024, 0), hidden=2048, eager=0.0),
-    Phase("2A2F", True, 2, 2, 0.4),
-    Phase("2A2F, depth 1, long rows", True, 2, 2, 0.3, hidden=2048, depth=1),
+    Phase("2A2F", True, 2, 2, 0.3),
+    Phase("2A2F, eager server", True, 2, 2, 0.2, replayed_server=False),
+    Phase("2A2F, depth 1, long rows", True, 2, 2, 0.2, hidden=2048, depth=1),
 )
 
 

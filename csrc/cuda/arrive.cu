@@ -3,7 +3,8 @@
 //   launch   one CTA of 256 threads: its first warp polls and looks at headers, then a thread per expert
 //   order    flag (acquire, by the first warp; __syncthreads hands it on), then header; header and counts are copied
 //            out of the window here, once. The mailbox needs no fence: every word of it says which item it belongs to.
-//            It is written before the item's places are: what the host launches for it runs after this kernel
+//            It is written before the item's places are: what the host launches for it runs after receive, and receive
+//            waits for the item's ready word, cleared first and released last
 //   waits    until a slot is ready (and `linger` longer for more) or the poll interval is over; an empty item is not an
 //            error
 //   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
@@ -300,18 +301,23 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t place = cursor + i / per_region;
     m.order[i] = place % peers * per_region + (place / peers + i) % per_region;
   }
+  if (threadIdx.x == kThreads - 1) {
+    store_relaxed(item + kItemReady, 0);
+    __threadfence();  // done before begin_next(): no receive of this item sees the word of the one before
+  }
   const Place nobodys(c, static_cast<int32_t>(slots));
   Poll poll{global_ns()};
   Chosen chosen;
   uint32_t next = cursor;
   bool waits = !__syncthreads_or(has_failed(c));
-  // The host is waiting: it hears of an item before its last slot is taken.
+  // The host is waiting, and so is receive: both hear of an item before its last slot is taken.
   const auto mail = [&] {
     volatile int64_t* words = c.mailbox + arrivals % kMailbox * kMailWords;
     if (threadIdx.x < kMailWords)
       words[threadIdx.x] = mail_word(arrivals + 1, threadIdx.x == kMailCount   ? chosen.count
                                                    : threadIdx.x == kMailLayer ? chosen.layer
                                                                                : static_cast<int32_t>(chosen.rows));
+    begin_next();  // nothing is waited for from here on
   };
   // If the first look finds nothing to take, the way from a flag to the item is rehearsed: with the first slot as it
   // is, taken as slot number `slots`, which is nobody's. What a kernel meets for the first time, instructions above
@@ -345,10 +351,11 @@ __global__ void __launch_bounds__(kThreads)
     phase = phase == kLook ? kRehearse : kWait;
     __syncthreads();  // m.ready and m.chosen have been read
   }
+  __syncthreads();  // all of the item is written, but for its head
   if (threadIdx.x == 0) {
     reinterpret_cast<int4*>(item)[0] =
         make_int4(generation, chosen.count, chosen.layer, static_cast<int32_t>(chosen.rows));
-    reinterpret_cast<int4*>(item)[1] = make_int4(0, 0, 0, 0);
+    store_release_gpu(item + kItemReady, 1);
     static_assert(kItemGeneration == 0 && kItemCount == 1 && kItemLayer == 2 && kItemRows == 3);
     c.state->cursor = static_cast<int32_t>(next);
     c.state->arrivals = arrivals + 1;
@@ -363,13 +370,6 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_arrive(const DeviceControl& c, int32_t* item, cudaStream_t stream) {
   arrive_kernel<<<1, kThreads, arrive_bytes(c.geometry, c.slots()), stream>>>(c, c.mapped->linger_ns, item);
-}
-
-cudaError_t add_arrive(cudaGraph_t graph, const DeviceControl& c, int32_t* item, cudaGraphNode_t* node) {
-  int64_t linger_ns = c.mapped->linger_ns;
-  void* arguments[] = {const_cast<DeviceControl*>(&c), &linger_ns, &item};
-  return add_kernel(graph, nullptr, reinterpret_cast<const void*>(arrive_kernel), 1, kThreads,
-                    arrive_bytes(c.geometry, c.slots()), arguments, node);
 }
 
 cudaError_t preload_arrive() {

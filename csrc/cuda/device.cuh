@@ -95,6 +95,12 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* p) {
   return v;
 }
 
+__device__ __forceinline__ int32_t load_acquire_gpu(const int32_t* p) {
+  int32_t v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ int64_t load_acquire_gpu(const int64_t* p) {
   int64_t v;
   asm volatile("ld.acquire.gpu.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
@@ -103,6 +109,10 @@ __device__ __forceinline__ int64_t load_acquire_gpu(const int64_t* p) {
 
 __device__ __forceinline__ void store_release(int32_t* p, int32_t v) {
   asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_release_gpu(int32_t* p, int32_t v) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
 __device__ __forceinline__ int32_t load_relaxed(const int32_t* p) {
@@ -232,6 +242,21 @@ __device__ inline bool last_cta(const DeviceControl& c, Done which, int64_t stag
   if (threadIdx.x == 0) *done = 0;
   spoiled = count >= kAgainst;
   return true;
+}
+
+// Programmatic dependent launch, from compute capability 9.0 on: begin_next() lets the next kernel onto the device
+// while this one still runs, await_previous() holds that kernel until this one has ended. Behind begin_next() nobody
+// may wait for anything: the next kernel's CTAs are in the way by then. Both do nothing where the launch did not ask
+// for it.
+__device__ __forceinline__ void begin_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void await_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Rows in work units for warps: a unit is a segment of a row, so that a short batch is cut over many warps and a long

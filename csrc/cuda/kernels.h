@@ -40,25 +40,14 @@ void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, flo
                     int32_t* offsets, cudaStream_t stream);
 void launch_reply(const DeviceControl& c, DeviceRows expert_out, const int32_t* item, cudaStream_t stream);
 
-// A node of a graph, behind `after` if that is not null.
-inline cudaError_t add_kernel(cudaGraph_t graph, cudaGraphNode_t after, const void* kernel, int ctas, int threads,
-                              int64_t shared_bytes, void** arguments, cudaGraphNode_t* node) {
-  cudaKernelNodeParams p{};
-  p.func = const_cast<void*>(kernel);
-  p.gridDim = dim3(ctas);
-  p.blockDim = dim3(threads);
-  p.sharedMemBytes = static_cast<unsigned>(shared_bytes);
-  p.kernelParams = arguments;
-  return cudaGraphAddKernelNode(node, graph, after != nullptr ? &after : nullptr, after != nullptr, &p);
-}
-// What launch_arrive and launch_receive launch, the second behind the first.
-cudaError_t add_arrive(cudaGraph_t graph, const DeviceControl& c, int32_t* item, cudaGraphNode_t* node);
-cudaError_t add_receive(cudaGraph_t graph, cudaGraphNode_t after, const DeviceControl& c, const int32_t* item,
-                        char* rows, float* scales, int64_t capacity, int32_t* offsets);
+// arrive and receive. `early` brings receive onto the device while arrive still writes the item; not every device can.
+cudaError_t receive_begins_early(bool* can);
+cudaError_t launch_arrive_and_receive(const DeviceControl& c, int32_t* item, char* rows, float* scales,
+                                      int64_t capacity, int32_t* offsets, bool early, cudaStream_t stream);
 
 // Host words into a window: what poison(), leave() and the process watch do from outside the ops' streams.
 void launch_sticky(const DeviceControl& c, int32_t sticky, cudaStream_t stream);
-// A kernel that counts in *ran, which is mapped.
+// A node of a kernel that counts in *ran, which is mapped.
 cudaError_t add_rehearsal(cudaGraph_t graph, int64_t* ran);
 
 // Loads every kernel now: the first launch of a lazily loaded kernel behind a waiting one would deadlock.

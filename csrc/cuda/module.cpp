@@ -175,6 +175,7 @@ PyObject* adopt(PyObject*, PyObject* args) {
   DeviceWindow& w = made.window();
   DeviceControl& c = w.control;
   w.device = device;
+  CUDA_OR_RETURN(receive_begins_early(&w.begins_early));
   CUDA_OR_RETURN(made.map_host());
   // Of the highest priority, so that it shares no hardware queue with a caller's stream whose head waits.
   int least = 0, greatest = 0;
@@ -285,62 +286,26 @@ PyObject* mask(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// A server's graph: arrive, then receive into the server's tensors. In a capsule, which ends it.
-constexpr char kArrivalGraph[] = "afd_ops.arrival_graph";
-
-void destroy_arrival_graph(PyObject* capsule) {
-  cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(PyCapsule_GetPointer(capsule, kArrivalGraph)));
-}
-
-PyObject* arrival_graph(PyObject*, PyObject* args) {
-  long long id = 0, item = 0, rows = 0, scales = 0, capacity = 0, offsets = 0;
-  if (!PyArg_ParseTuple(args, "LLLLLL", &id, &item, &rows, &scales, &capacity, &offsets)) return nullptr;
-  DeviceWindow& w = *g_device_windows[id].load();
-  const OnDevice on(w.device);
-  cudaGraph_t graph = nullptr;
-  cudaGraphNode_t first = nullptr;
-  cudaGraphExec_t exec = nullptr;
-  CUDA_OR_RETURN(cudaGraphCreate(&graph, 0));
-  cudaError_t e = add_arrive(graph, w.control, reinterpret_cast<int32_t*>(item), &first);
-  if (e == cudaSuccess)
-    e = add_receive(graph, first, w.control, reinterpret_cast<int32_t*>(item), reinterpret_cast<char*>(rows),
-                    reinterpret_cast<float*>(scales), capacity, reinterpret_cast<int32_t*>(offsets));
-  if (e == cudaSuccess) e = cudaGraphInstantiate(&exec, graph, 0);
-  cudaGraphDestroy(graph);
-  if (e == cudaSuccess) e = cudaGraphUpload(exec, w.stream);
-  PyObject* capsule = e == cudaSuccess ? PyCapsule_New(exec, kArrivalGraph, destroy_arrival_graph) : nullptr;
-  if (capsule == nullptr && exec != nullptr) cudaGraphExecDestroy(exec);
-  if (e != cudaSuccess) {
-    cudaGetLastError();
-    PyErr_Format(PyExc_RuntimeError, "the graph of arrive could not be built: %s", cudaGetErrorString(e));
-  }
-  return capsule;
-}
-
-// Launches it as arrive itself would be called: refused, in its name, once the window is closed, stopped or being
+// What a server does in place of the two ops: refused, in arrive's name, once the window is closed, stopped or being
 // reset.
-PyObject* replay(PyObject*, PyObject* args) {
-  long long id = 0, stream = 0;
-  PyObject* capsule = nullptr;
-  if (!PyArg_ParseTuple(args, "LOL", &id, &capsule, &stream)) return nullptr;
-  auto* exec = static_cast<cudaGraphExec_t>(PyCapsule_GetPointer(capsule, kArrivalGraph));
-  if (exec == nullptr) return nullptr;
+PyObject* arrive_and_receive(PyObject*, PyObject* args) {
+  long long id = 0, item = 0, rows = 0, scales = 0, capacity = 0, offsets = 0, stream = 0;
+  if (!PyArg_ParseTuple(args, "LLLLLLL", &id, &item, &rows, &scales, &capacity, &offsets, &stream)) return nullptr;
   cudaError_t launched;
   try {
     const Entry entry(id, kFfn, Op::arrive);
-    const OnDevice on(device_window(id).device);
+    const DeviceWindow& w = device_window(id);
+    const OnDevice on(w.device);
     Py_BEGIN_ALLOW_THREADS;
-    launched = cudaGraphLaunch(exec, reinterpret_cast<cudaStream_t>(stream));
+    launched = launch_arrive_and_receive(
+        w.control, reinterpret_cast<int32_t*>(item), reinterpret_cast<char*>(rows), reinterpret_cast<float*>(scales),
+        capacity, reinterpret_cast<int32_t*>(offsets), w.begins_early, reinterpret_cast<cudaStream_t>(stream));
     Py_END_ALLOW_THREADS;
   } catch (const std::runtime_error& e) {
     PyErr_SetString(PyExc_RuntimeError, e.what());
     return nullptr;
   }
-  if (launched != cudaSuccess) {
-    cudaGetLastError();  // else the next op's launch is blamed for it
-    return PyErr_Format(PyExc_RuntimeError, "the graph of arrive could not be launched: %s",
-                        cudaGetErrorString(launched));
-  }
+  CUDA_OR_RETURN(launched);
   Py_RETURN_NONE;
 }
 
@@ -486,10 +451,8 @@ PyMethodDef kMethods[] = {
     {"rewind", rewind, METH_VARARGS, "rewind(window)"},
     {"peer_gone", peer_gone, METH_VARARGS, "peer_gone(window, peer)"},
     {"mask", mask, METH_VARARGS, "mask(window, peer)"},
-    {"arrival_graph", arrival_graph, METH_VARARGS,
-     "arrival_graph(window, item, rows, scales, capacity, offsets) -> capsule: arrive and receive_into these "
-     "addresses"},
-    {"replay", replay, METH_VARARGS, "replay(window, arrival graph, stream)"},
+    {"arrive_and_receive", arrive_and_receive, METH_VARARGS,
+     "arrive_and_receive(window, item, rows, scales, capacity, offsets, stream): into these addresses"},
     {"next_item", next_item, METH_VARARGS,
      "next_item(window, timeout_ns, table, table words, stream) -> (count, layer, rows, graph) or None"},
     {"fetch_stats", fetch_stats, METH_VARARGS, "fetch_stats(window): into the host half"},

@@ -2,7 +2,8 @@
 //   moves    each token's row (and scales) once out of the window, once per choice into rows; where it went, for reply
 //   launch   kCtas CTAs of 256 threads; a warp copies a segment of a token's row
 //   order    after arrive's acquire, on the same stream; the slots stay ours until reply
-//   waits    never
+//   waits    never; launched early, for the rest of arrive, which waits for nothing any more: until the item is ready
+//            (acquire, by a thread of each CTA), and at the end for arrive's, so that what follows is behind both
 //   fails    a position outside what the header announced: that region is closed; more rows than the bucket: error
 //            record
 #include "float8.cuh"
@@ -51,9 +52,8 @@ __device__ void write_offsets(const DeviceControl& c, const Item& item, bool cur
 }
 
 template <bool kScales>
-__global__ void __launch_bounds__(kThreads)
-    receive_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, int4* rows, float* scales,
-                   int64_t capacity, int32_t* offsets) {
+__device__ void gather(const DeviceControl& c, const int32_t* words, int4* rows, float* scales, int64_t capacity,
+                       int32_t* offsets) {
   const Geometry& g = c.geometry;
   const int32_t generation = c.state->generation;
   const Item item(words);
@@ -125,20 +125,50 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <bool kScales>
+__global__ void __launch_bounds__(kThreads)
+    receive_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, int4* rows, float* scales,
+                   int64_t capacity, int32_t* offsets, bool early) {
+  if (early) {
+    if (threadIdx.x == 0)
+      while (load_acquire_gpu(words + kItemReady) == 0) {
+      }
+    __syncthreads();
+  }
+  gather<kScales>(c, words, rows, scales, capacity, offsets);
+  if (early) await_previous();
+}
+
 }  // namespace
 
 void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, float* scales, int64_t capacity,
                     int32_t* offsets, cudaStream_t stream) {
   const auto kernel = scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>;
-  kernel<<<kCtas, kThreads, 0, stream>>>(c, item, reinterpret_cast<int4*>(rows), scales, capacity, offsets);
+  kernel<<<kCtas, kThreads, 0, stream>>>(c, item, reinterpret_cast<int4*>(rows), scales, capacity, offsets, false);
 }
 
-cudaError_t add_receive(cudaGraph_t graph, cudaGraphNode_t after, const DeviceControl& c, const int32_t* item,
-                        char* rows, float* scales, int64_t capacity, int32_t* offsets) {
-  const auto kernel = scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>;
-  void* arguments[] = {const_cast<DeviceControl*>(&c), &item, &rows, &scales, &capacity, &offsets};
-  cudaGraphNode_t node;
-  return add_kernel(graph, after, reinterpret_cast<const void*>(kernel), kCtas, kThreads, 0, arguments, &node);
+cudaError_t receive_begins_early(bool* can) {
+  cudaFuncAttributes found;
+  const cudaError_t e = cudaFuncGetAttributes(&found, receive_kernel<false>);
+  *can = e == cudaSuccess && found.ptxVersion >= 90;
+  return e;
+}
+
+cudaError_t launch_arrive_and_receive(const DeviceControl& c, int32_t* item, char* rows, float* scales,
+                                      int64_t capacity, int32_t* offsets, bool early, cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kCtas);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  launch_arrive(c, item, stream);
+  return cudaLaunchKernelEx(&config, scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>, c,
+                            static_cast<const int32_t*>(item), reinterpret_cast<int4*>(rows), scales, capacity, offsets,
+                            early);
 }
 
 cudaError_t preload_receive() {

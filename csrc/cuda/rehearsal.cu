@@ -17,8 +17,12 @@ __global__ void rehearsal_kernel(int64_t* ran) {
 
 cudaError_t add_rehearsal(cudaGraph_t graph, int64_t* ran) {
   void* arguments[] = {&ran};
+  cudaKernelNodeParams p{};
+  p.func = reinterpret_cast<void*>(rehearsal_kernel);
+  p.gridDim = p.blockDim = dim3(1);
+  p.kernelParams = arguments;
   cudaGraphNode_t node;
-  return add_kernel(graph, nullptr, reinterpret_cast<const void*>(rehearsal_kernel), 1, 1, 0, arguments, &node);
+  return cudaGraphAddKernelNode(&node, graph, nullptr, 0, &p);
 }
 
 cudaError_t preload_rehearsal() {
