@@ -226,16 +226,8 @@ AFD_HD constexpr int64_t ticket_width(int64_t ffn_size) {
   return masks > kTicketWords ? masks : kTicketWords;
 }
 
-// Item, int32 [1 + slots, kItemWords]: row 0 is the item, row 1 + i its i-th slot. An empty item has count 0. On a GPU
-// kItemReady is 0 while arrive works on it, then 1: receive may be launched before arrive has ended.
-enum ItemWord : int32_t {
-  kItemGeneration = 0,
-  kItemCount = 1,
-  kItemLayer = 2,
-  kItemRows = 3,
-  kItemReady = 4,
-  kItemWords = 8
-};
+// Item, int32 [1 + slots, kItemWords]: row 0 is the item, row 1 + i its i-th slot. An empty item has count 0.
+enum ItemWord : int32_t { kItemGeneration = 0, kItemCount = 1, kItemLayer = 2, kItemRows = 3, kItemWords = 8 };
 enum ItemSlotWord : int32_t {
   kItemRegion = 0,
   kItemStage = 1,

@@ -93,8 +93,7 @@ GPU_REPLY_FLAG = (
 )
 GPU_MOMENT = "  for (const int64_t until = global_ns() + 20'000; global_ns() < until;) {\n  }\n"
 GPU_AWAIT = "  bool late = false;\n  int32_t seen;\n"
-ITEM_CLEARED = "    store_relaxed(item + kItemReady, 0);\n"
-ITEM_AWAITED = "    if (threadIdx.x == 0)\n      while (load_acquire_gpu(words + kItemReady) == 0) {\n      }\n"
+ITEM_AWAITED = "    if (threadIdx.x == 0)\n      while (load_acquire_gpu(&c.state->ready) != tag) {\n      }\n"
 
 CUDA_MUTANTS = (
     Mutant(
@@ -129,7 +128,6 @@ CUDA_MUTANTS = (
             ),
         ),
     ),
-    Mutant("arrive does not clear the item's ready word", "csrc/cuda/arrive.cu", ((ITEM_CLEARED, ""),)),
     Mutant("a receive that begins early does not wait for its item", "csrc/cuda/receive.cu", ((ITEM_AWAITED, ""),)),
     Mutant(
         "dispatch's flag is stored without release",
@@ -150,9 +148,15 @@ CUDA_MUTANTS = (
         forgiven=True,
     ),
     Mutant(
-        "the item's ready word is stored without release",
+        "an item's tag is stored without release",
         "csrc/cuda/device.cuh",
         (("st.release.gpu.global.s32", "st.relaxed.gpu.global.s32"),),
+        forgiven=True,
+    ),
+    Mutant(
+        "a receive that begins early ends without waiting for arrive's end",
+        "csrc/cuda/receive.cu",
+        (("  if (tag != 0) await_previous();\n", ""),),
         forgiven=True,
     ),
     Mutant(

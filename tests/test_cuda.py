@@ -258,7 +258,7 @@ with harness.windows(topology) as (attention, ffn):
     module, server = harness.remote(attention), afd_ops.ExpertServer(ffn, harness.experts_of(topology, 0))
     ticket = module.dispatch(x, ids.abs(), weights)
     harness.synchronize()
-    item, layer, rows = harness.take(server)  # op by op: a server's step launches a graph
+    item, layer, rows = harness.take(server)  # op by op: a server makes one call of two ops
     received = torch.ops.afd.receive(item, server.port, ffn.id, rows)
     torch.ops.afd.reply(server.experts(*received, layer), item, server.port, ffn.id)
     module.combine(ticket, base)

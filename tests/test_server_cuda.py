@@ -12,7 +12,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from cuda_cluster import BY_HAND, LAYERS, Cluster, cluster, device_experts, inputs, one_step, oracle
+from cuda_cluster import BY_HAND, LAYERS, Cluster, capturing, cluster, device_experts, inputs, one_step, oracle
 from torch import Tensor
 
 import afd_ops
@@ -118,7 +118,7 @@ def test_a_server_of_captured_experts_never_waits_for_the_device(
 
 
 def test_a_closed_window_refuses_its_server_and_a_new_one(seed: int) -> None:
-    """fault: the server's graph is launched, unasked, into memory that was given back."""
+    """fault: a server's kernels are launched, unasked, into memory that was given back."""
     with cluster(PAIR, **BY_HAND) as ready:
         (ffn,), (server,) = ready.ffn, ready.servers
         answered(ready, 1, 5)
@@ -128,6 +128,17 @@ def test_a_closed_window_refuses_its_server_and_a_new_one(seed: int) -> None:
                 refused.step()
             with pytest.raises(afd_ops.ClosedError, match="was closed while its server ran"):
                 refused.run()
+
+
+def test_a_step_of_a_server_is_not_captured(seed: int) -> None:
+    """fault: nothing runs while a stream captures, and the server waits for its mail without end."""
+    with harness.windows(PAIR, **WEIGHTS) as (_, ffn):
+        server, graph = afd_ops.ExpertServer(ffn, device_experts(ffn)), torch.cuda.CUDAGraph()
+        with (
+            pytest.raises(RuntimeError, match=r"afd::arrive: a server's step cannot be captured in a graph"),
+            capturing(graph, torch.cuda.Stream(ffn.heap.device)),
+        ):
+            server.step()
 
 
 def test_an_empty_item_names_no_layer_whatever_lies_in_the_slots(seed: int) -> None:

@@ -3,8 +3,8 @@
 //   launch   one CTA of 256 threads: its first warp polls and looks at headers, then a thread per expert
 //   order    flag (acquire, by the first warp; __syncthreads hands it on), then header; header and counts are copied
 //            out of the window here, once. The mailbox needs no fence: every word of it says which item it belongs to.
-//            It is written before the item's places are: what the host launches for it runs after receive, and receive
-//            waits for the item's ready word, cleared first and released last
+//            It is written before the item's places are: what the host launches for it runs behind receive, which
+//            comes after this kernel or, launched early, waits for the tag that is released last
 //   waits    until a slot is ready (and `linger` longer for more) or the poll interval is over; an empty item is not an
 //            error
 //   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
@@ -289,7 +289,7 @@ __device__ void place_rows(const DeviceControl& c, const Choosing& m, Exchange& 
 }
 
 __global__ void __launch_bounds__(kThreads)
-    arrive_kernel(const __grid_constant__ DeviceControl c, int64_t linger_ns, int32_t* item) {
+    arrive_kernel(const __grid_constant__ DeviceControl c, int64_t linger_ns, int32_t* item, int32_t tag) {
   extern __shared__ int32_t memory[];
   __shared__ Exchange x;
   const Choosing m(c, memory);
@@ -300,10 +300,6 @@ __global__ void __launch_bounds__(kThreads)
   for (uint32_t i = threadIdx.x; i < slots; i += kThreads) {
     const uint32_t place = cursor + i / per_region;
     m.order[i] = place % peers * per_region + (place / peers + i) % per_region;
-  }
-  if (threadIdx.x == kThreads - 1) {
-    store_relaxed(item + kItemReady, 0);
-    __threadfence();  // done before begin_next(): no receive of this item sees the word of the one before
   }
   const Place nobodys(c, static_cast<int32_t>(slots));
   Poll poll{global_ns()};
@@ -317,7 +313,7 @@ __global__ void __launch_bounds__(kThreads)
       words[threadIdx.x] = mail_word(arrivals + 1, threadIdx.x == kMailCount   ? chosen.count
                                                    : threadIdx.x == kMailLayer ? chosen.layer
                                                                                : static_cast<int32_t>(chosen.rows));
-    begin_next();  // nothing is waited for from here on
+    if (tag != 0) begin_next();  // nothing is waited for from here on
   };
   // If the first look finds nothing to take, the way from a flag to the item is rehearsed: with the first slot as it
   // is, taken as slot number `slots`, which is nobody's. What a kernel meets for the first time, instructions above
@@ -355,7 +351,8 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) {
     reinterpret_cast<int4*>(item)[0] =
         make_int4(generation, chosen.count, chosen.layer, static_cast<int32_t>(chosen.rows));
-    store_release_gpu(item + kItemReady, 1);
+    reinterpret_cast<int4*>(item)[1] = make_int4(0, 0, 0, 0);
+    if (tag != 0) store_release_gpu(&c.state->ready, tag);
     static_assert(kItemGeneration == 0 && kItemCount == 1 && kItemLayer == 2 && kItemRows == 3);
     c.state->cursor = static_cast<int32_t>(next);
     c.state->arrivals = arrivals + 1;
@@ -368,8 +365,13 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_arrive(const DeviceControl& c, int32_t* item, cudaStream_t stream) {
-  arrive_kernel<<<1, kThreads, arrive_bytes(c.geometry, c.slots()), stream>>>(c, c.mapped->linger_ns, item);
+cudaError_t launch_arrive(const DeviceControl& c, int32_t* item, int32_t tag, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(arrive_bytes(c.geometry, c.slots()));
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, arrive_kernel, c, c.mapped->linger_ns, item, tag);
 }
 
 cudaError_t preload_arrive() {

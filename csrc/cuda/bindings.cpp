@@ -128,7 +128,7 @@ Tensor dispatch_cuda(const Tensor& x, const Tensor& topk_ids, const Tensor& topk
 Tensor arrive_cuda(Tensor port, int64_t window) {
   const DeviceEntry entry(window, kFfn, Op::arrive, port);
   Tensor item = new_empty(port, {1 + entry.host().slots(), kItemWords}, ScalarType::Int);
-  launch_arrive(entry.device(), ints(item), stream_of(port));
+  launch_arrive(entry.device(), ints(item), 0, stream_of(port));
   entry.launched();
   return item;
 }

@@ -38,7 +38,7 @@ struct DeviceState {
   int32_t generation;
   int32_t failed;  // as Control::failed
   int32_t cursor;
-  int32_t reserved;
+  int32_t ready;     // tag of the last item that was written for a receive launched early
   int64_t arrivals;  // items so far, empty ones too
   int64_t counters[kCounters];
 };
@@ -244,10 +244,10 @@ __device__ inline bool last_cta(const DeviceControl& c, Done which, int64_t stag
   return true;
 }
 
-// Programmatic dependent launch, from compute capability 9.0 on: begin_next() lets the next kernel onto the device
-// while this one still runs, await_previous() holds that kernel until this one has ended. Behind begin_next() nobody
-// may wait for anything: the next kernel's CTAs are in the way by then. Both do nothing where the launch did not ask
-// for it.
+// Programmatic dependent launch, from compute capability 9.0 on: begin_next() lets the next kernel of the stream onto
+// the device while this one still runs, if that one was launched for it; await_previous() holds that one until this one
+// has ended. Behind begin_next() nobody may wait for anything: the next kernel's CTAs are in the way by then. What
+// those see of this kernel it does not say: they wait for DeviceState::ready.
 __device__ __forceinline__ void begin_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -35,15 +35,17 @@ void launch_dispatch(const DeviceControl& c, DeviceRows x, DeviceIds ids, Device
                      int32_t* ticket, cudaStream_t stream);
 void launch_combine(const DeviceControl& c, const int32_t* ticket, DeviceRows base, DType base_type, void* out,
                     const int32_t* port, cudaStream_t stream);
-void launch_arrive(const DeviceControl& c, int32_t* item, cudaStream_t stream);
+// tag: 0, or what arrive releases at its end for a receive that is launched early.
+cudaError_t launch_arrive(const DeviceControl& c, int32_t* item, int32_t tag, cudaStream_t stream);
 void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, float* scales, int64_t capacity,
                     int32_t* offsets, cudaStream_t stream);
 void launch_reply(const DeviceControl& c, DeviceRows expert_out, const int32_t* item, cudaStream_t stream);
 
-// arrive and receive. `early` brings receive onto the device while arrive still writes the item; not every device can.
+// arrive and receive. A tag that is not 0 brings receive onto the device while arrive still writes the item, where the
+// device can do that; no two launches of a window may have the same.
 cudaError_t receive_begins_early(bool* can);
 cudaError_t launch_arrive_and_receive(const DeviceControl& c, int32_t* item, char* rows, float* scales,
-                                      int64_t capacity, int32_t* offsets, bool early, cudaStream_t stream);
+                                      int64_t capacity, int32_t* offsets, int32_t tag, cudaStream_t stream);
 
 // Host words into a window: what poison(), leave() and the process watch do from outside the ops' streams.
 void launch_sticky(const DeviceControl& c, int32_t sticky, cudaStream_t stream);

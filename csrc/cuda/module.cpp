@@ -289,23 +289,34 @@ PyObject* mask(PyObject*, PyObject* args) {
 // What a server does in place of the two ops: refused, in arrive's name, once the window is closed, stopped or being
 // reset.
 PyObject* arrive_and_receive(PyObject*, PyObject* args) {
-  long long id = 0, item = 0, rows = 0, scales = 0, capacity = 0, offsets = 0, stream = 0;
-  if (!PyArg_ParseTuple(args, "LLLLLLL", &id, &item, &rows, &scales, &capacity, &offsets, &stream)) return nullptr;
+  long long id = 0, item = 0, rows = 0, scales = 0, capacity = 0, offsets = 0, address = 0;
+  if (!PyArg_ParseTuple(args, "LLLLLLL", &id, &item, &rows, &scales, &capacity, &offsets, &address)) return nullptr;
+  const auto stream = reinterpret_cast<cudaStream_t>(address);
   cudaError_t launched;
   try {
     const Entry entry(id, kFfn, Op::arrive);
-    const DeviceWindow& w = device_window(id);
+    DeviceWindow& w = device_window(id);
     const OnDevice on(w.device);
+    cudaStreamCaptureStatus capturing;
+    CUDA_OR_RETURN(cudaStreamIsCapturing(stream, &capturing));
+    if (capturing != cudaStreamCaptureStatusNone)  // and every replay would have the same tag
+      raise(Kind::Argument, Op::arrive, "a server's step cannot be captured in a graph; capture the ops");
+    if (w.begins_early && ++w.tag == 0) w.tag = 1;
+    const auto tag = static_cast<int32_t>(w.tag);
     Py_BEGIN_ALLOW_THREADS;
-    launched = launch_arrive_and_receive(
-        w.control, reinterpret_cast<int32_t*>(item), reinterpret_cast<char*>(rows), reinterpret_cast<float*>(scales),
-        capacity, reinterpret_cast<int32_t*>(offsets), w.begins_early, reinterpret_cast<cudaStream_t>(stream));
+    launched = launch_arrive_and_receive(w.control, reinterpret_cast<int32_t*>(item), reinterpret_cast<char*>(rows),
+                                         reinterpret_cast<float*>(scales), capacity,
+                                         reinterpret_cast<int32_t*>(offsets), tag, stream);
     Py_END_ALLOW_THREADS;
   } catch (const std::runtime_error& e) {
     PyErr_SetString(PyExc_RuntimeError, e.what());
     return nullptr;
   }
-  CUDA_OR_RETURN(launched);
+  if (launched != cudaSuccess) {
+    cudaGetLastError();  // else the next op's launch is blamed for it
+    return PyErr_Format(PyExc_RuntimeError, "arrive and receive could not be launched: %s",
+                        cudaGetErrorString(launched));
+  }
   Py_RETURN_NONE;
 }
 

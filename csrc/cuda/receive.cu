@@ -2,8 +2,8 @@
 //   moves    each token's row (and scales) once out of the window, once per choice into rows; where it went, for reply
 //   launch   kCtas CTAs of 256 threads; a warp copies a segment of a token's row
 //   order    after arrive's acquire, on the same stream; the slots stay ours until reply
-//   waits    never; launched early, for the rest of arrive, which waits for nothing any more: until the item is ready
-//            (acquire, by a thread of each CTA), and at the end for arrive's, so that what follows is behind both
+//   waits    never; launched early, for the rest of arrive, which waits for nothing any more: until the item's tag is
+//            there (acquire, by a thread of each CTA), and at its end for arrive's, so that what follows is behind both
 //   fails    a position outside what the header announced: that region is closed; more rows than the bucket: error
 //            record
 #include "float8.cuh"
@@ -128,15 +128,15 @@ __device__ void gather(const DeviceControl& c, const int32_t* words, int4* rows,
 template <bool kScales>
 __global__ void __launch_bounds__(kThreads)
     receive_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, int4* rows, float* scales,
-                   int64_t capacity, int32_t* offsets, bool early) {
-  if (early) {
+                   int64_t capacity, int32_t* offsets, int32_t tag) {
+  if (tag != 0) {
     if (threadIdx.x == 0)
-      while (load_acquire_gpu(words + kItemReady) == 0) {
+      while (load_acquire_gpu(&c.state->ready) != tag) {
       }
     __syncthreads();
   }
   gather<kScales>(c, words, rows, scales, capacity, offsets);
-  if (early) await_previous();
+  if (tag != 0) await_previous();
 }
 
 }  // namespace
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads)
 void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, float* scales, int64_t capacity,
                     int32_t* offsets, cudaStream_t stream) {
   const auto kernel = scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>;
-  kernel<<<kCtas, kThreads, 0, stream>>>(c, item, reinterpret_cast<int4*>(rows), scales, capacity, offsets, false);
+  kernel<<<kCtas, kThreads, 0, stream>>>(c, item, reinterpret_cast<int4*>(rows), scales, capacity, offsets, 0);
 }
 
 cudaError_t receive_begins_early(bool* can) {
@@ -155,7 +155,9 @@ cudaError_t receive_begins_early(bool* can) {
 }
 
 cudaError_t launch_arrive_and_receive(const DeviceControl& c, int32_t* item, char* rows, float* scales,
-                                      int64_t capacity, int32_t* offsets, bool early, cudaStream_t stream) {
+                                      int64_t capacity, int32_t* offsets, int32_t tag, cudaStream_t stream) {
+  // A receive whose arrive was not launched would wait for ever.
+  if (const cudaError_t e = launch_arrive(c, item, tag, stream); e != cudaSuccess) return e;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -164,11 +166,10 @@ cudaError_t launch_arrive_and_receive(const DeviceControl& c, int32_t* item, cha
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  launch_arrive(c, item, stream);
+  config.numAttrs = tag != 0 ? 1 : 0;
   return cudaLaunchKernelEx(&config, scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>, c,
                             static_cast<const int32_t*>(item), reinterpret_cast<int4*>(rows), scales, capacity, offsets,
-                            early);
+                            tag);
 }
 
 cudaError_t preload_receive() {
