@@ -33,6 +33,8 @@ class Kind(Enum):
     NOT_CLEAN = "all work is done, and a flag, a taken mark, poison or an unread slot is left over"
     ITEM_LOST = "a mailbox entry was overwritten before the host had read it"
     ITEM_TORN = "the host read a mailbox entry whose body is not that of the sequence it polled for"
+    ITEM_OF_ANOTHER = "a receive read an item that is not its arrive's"
+    STATE_OLD = "an arrive began before the one before it had written where the next scan begins"
     ROWS_OVERWRITTEN = "a rows buffer was overwritten before its item was answered"
     STARVED = "a ready slot was passed over by more items than it has to put up with"
 

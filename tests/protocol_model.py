@@ -1,13 +1,13 @@
-"""Explicit-state model checker of the flag protocol, of the host mailbox and of the batching cursor.
+"""Explicit-state model checker of the flag protocol, the host mailbox, the batching cursor and the early receive.
 
     python tests/protocol_model.py              what was explored, and what each mistake leads to
     python tests/protocol_model.py --large      two larger configurations as well
     python tests/protocol_model.py MISTAKE ...  the counterexamples of these mistakes
 
-What ``model_checker.explore`` checks of three models: ``Protocol`` in a ``Config`` (flag_model.py), ``Mailbox``
-(mailbox_model.py) and ``Batching`` (batching_model.py).
+What ``model_checker.explore`` checks of four models: ``Protocol`` in a ``Config`` (flag_model.py), ``Mailbox``
+(mailbox_model.py), ``Batching`` (batching_model.py) and ``EarlyReceive`` (early_model.py).
 
-The switches of these three are on for the protocol as built; each one turned off is one mistake.
+The switches of these four are on for the protocol as built; each one turned off is one mistake.
 """
 
 from __future__ import annotations
@@ -17,21 +17,26 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from batching_model import Batching, BatchingModel
+from early_model import EarlyModel, EarlyReceive
 from flag_model import Config, FlagModel, Protocol
 from mailbox_model import Mailbox, MailboxModel
 from model_checker import Kind, Model, Result, explore
 
+AnyProtocol = Protocol | Mailbox | Batching | EarlyReceive
 
-def model_of(protocol: Protocol | Mailbox | Batching, config: Config | None = None) -> Model[Any]:
+
+def model_of(protocol: AnyProtocol, config: Config | None = None) -> Model[Any]:
     """The model of ``protocol``; of the flag protocol in ``config``."""
     if isinstance(protocol, Mailbox):
         return MailboxModel(protocol)
     if isinstance(protocol, Batching):
         return BatchingModel(protocol)
+    if isinstance(protocol, EarlyReceive):
+        return EarlyModel(protocol)
     return FlagModel(protocol, config or Config())
 
 
-def check(protocol: Protocol | Mailbox | Batching, config: Config | None = None) -> Result:
+def check(protocol: AnyProtocol, config: Config | None = None) -> Result:
     """Explore every reachable state of ``protocol``."""
     return explore(model_of(protocol, config))
 
@@ -41,7 +46,7 @@ class Case:
     """Something to check; ``expected`` are kinds of violation that must be among those found."""
 
     name: str
-    protocol: Protocol | Mailbox | Batching
+    protocol: AnyProtocol
     config: Config | None = None
     expected: frozenset[Kind] = frozenset()
 
@@ -56,7 +61,7 @@ def _as_built(*configs: Config) -> tuple[Case, ...]:
 
 def _mistake(
     name: str,
-    protocol: Protocol | Mailbox | Batching,
+    protocol: AnyProtocol,
     expected: str,
     config: Config | None = None,
 ) -> Case:
@@ -94,6 +99,7 @@ AS_BUILT: Final = (
     Case("batching, 3 regions", Batching(regions=3, each=1, patience=2, region_patience=2)),
     Case("batching, 3 slots", Batching(regions=1, each=3, patience=2, region_patience=0)),
     Case("batching, 2 regions of 2", Batching()),
+    Case("early receive", EarlyReceive()),
 )
 """The protocol as built, where the tests check it: no violation, and some run gets all its work done."""
 
@@ -173,6 +179,11 @@ MISTAKES: Final = (
         Batching(behind_the_head=False, regions=3, each=1, patience=8, region_patience=8),
         "STARVED",
     ),
+    _mistake("early_receive_does_not_wait", EarlyReceive(receive_waits_for_tag=False), "ITEM_OF_ANOTHER"),
+    _mistake("early_receive_by_one_tag_for_all", EarlyReceive(tag_of_its_own=False), "ITEM_OF_ANOTHER"),
+    _mistake("early_receive_tag_not_released", EarlyReceive(tag_released=False), "ITEM_OF_ANOTHER"),
+    _mistake("early_receive_ends_before_arrive", EarlyReceive(receive_ends_behind_arrive=False), "STATE_OLD"),
+    _mistake("early_receive_without_arrive", EarlyReceive(no_receive_without_arrive=False), "DEADLOCK"),
 )
 """What the design warns of, each planted alone, in a small setting that shows it."""
 

@@ -1,4 +1,4 @@
-"""Flag protocol, host mailbox and batching cursor, in every reachable state of small configurations.
+"""Flag protocol, mailbox, batching cursor and early receive, in every reachable state of small configurations.
 
 As built nothing is violated, and each mistake that the design warns of is found when it is planted.
 
@@ -12,10 +12,11 @@ from functools import cache
 
 import pytest
 from batching_model import Batching
+from early_model import EarlyReceive
 from flag_model import Config, Protocol
 from mailbox_model import Mailbox
 from model_checker import Kind, Result, explore
-from protocol_model import AS_BUILT, MISTAKES, Case, check, model_of
+from protocol_model import AS_BUILT, MISTAKES, AnyProtocol, Case, check, model_of
 
 
 @cache
@@ -51,11 +52,11 @@ def test_a_counterexample_can_be_replayed(case: Case) -> None:
 
 
 def test_every_switch_is_planted_alone() -> None:
-    def switches(protocol: Protocol | Mailbox | Batching) -> dict[str, bool]:
+    def switches(protocol: AnyProtocol) -> dict[str, bool]:
         values = {field.name: getattr(protocol, field.name) for field in fields(protocol)}
         return {name: value for name, value in values.items() if isinstance(value, bool)}
 
-    as_built = (Protocol(), Mailbox(), Batching())
+    as_built = (Protocol(), Mailbox(), Batching(), EarlyReceive())
     assert all(all(switches(protocol).values()) for protocol in as_built)
     planted = [[name for name, is_on in switches(case.protocol).items() if not is_on] for case in MISTAKES]
     assert all(len(names) == 1 for names in planted)
