@@ -293,7 +293,7 @@ def one_process(attention_device: str, ffn_device: str) -> dict[str, Any]:
         stream = torch.cuda.stream(torch.cuda.Stream(ffn_device))  # type: ignore[no-untyped-call]
     server, failures = afd_ops.ExpertServer(ffn, experts), list[BaseException]()
     with stream:  # on a GPU that both share, a first launch or allocation could wait for the combine that waits for it
-        experts(*server.inputs.first(1), 0)
+        experts(*server.inputs.first(len(server.inputs.rows)), 0)
 
     def serve() -> None:
         try:

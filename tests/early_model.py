@@ -123,7 +123,7 @@ class EarlyModel(Model[EarlyState]):
             if arrive >= Phase.MAILED and not (arrive == Phase.FAILED and early.no_receive_without_arrive):
                 yield f"receive {n} begins", to(Phase.BEGUN), None
         elif phase == Phase.BEGUN:
-            if not early.receive_waits_for_tag or state.memory.tag == self._tag(n):
+            if not early.receive_waits_for_tag or state.memory.tag >= self._tag(n):
                 other = state.memory.item != n
                 yield (
                     f"receive {n} reads its item",

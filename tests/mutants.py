@@ -93,7 +93,7 @@ GPU_REPLY_FLAG = (
 )
 GPU_MOMENT = "  for (const int64_t until = global_ns() + 20'000; global_ns() < until;) {\n  }\n"
 GPU_AWAIT = "  bool late = false;\n  int32_t seen;\n"
-ITEM_AWAITED = "    if (threadIdx.x == 0)\n      while (load_acquire_gpu(&c.state->ready) != tag) {\n      }\n"
+ITEM_AWAITED = "    if (threadIdx.x == 0)\n      while (behind(load_acquire_gpu(&c.state->ready))) {\n      }\n"
 
 CUDA_MUTANTS = (
     Mutant(

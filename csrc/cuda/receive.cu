@@ -130,8 +130,10 @@ __global__ void __launch_bounds__(kThreads)
     receive_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, int4* rows, float* scales,
                    int64_t capacity, int32_t* offsets, int32_t tag) {
   if (tag != 0) {
+    // A later tag, of an arrive that should have waited on the same stream, is no reason to wait for ever.
+    const auto behind = [tag](int32_t ready) { return static_cast<int32_t>(static_cast<uint32_t>(ready) - tag) < 0; };
     if (threadIdx.x == 0)
-      while (load_acquire_gpu(&c.state->ready) != tag) {
+      while (behind(load_acquire_gpu(&c.state->ready))) {
       }
     __syncthreads();
   }
