@@ -76,7 +76,7 @@ class CapturedExperts:
 
     Attributes:
         inputs: where the server receives items.
-        graph_table: of each graph layer, bucket and cudaGraphExec_t, ordered by them; what `Window.next_item` takes.
+        graph_table: of each graph layer, bucket and cudaGraphExec_t, ordered by them; what the server looks up.
     """
 
     def __init__(

@@ -16,6 +16,8 @@ from afd_ops.errors import AbortedError, ClosedError, from_record
 from afd_ops.metrics import PHASES, PhaseTimes
 from afd_ops.window import Window
 
+PATIENCE_NS = 1_000_000_000  # how long a server waits for mail before it looks how its window is
+
 
 def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """What dispatch quantised: rows[r, h] * scales[r, h // 128] in float32, rounded to dtype.
@@ -93,7 +95,7 @@ class ExpertServer:
         marks = times.begin()
         item = self._item
         if item is not None:
-            window.arrive_and_receive(item, inputs.rows, inputs.scales, inputs.offsets)
+            self._arrive_and_receive(item)
         else:
             item = torch.ops.afd.arrive(port, window.id)
             torch.ops.afd.receive_into(item, inputs.rows, inputs.scales, inputs.offsets, port, window.id)
@@ -119,20 +121,31 @@ class ExpertServer:
         self._row_counts[rows] += 1
         return count
 
+    def _arrive_and_receive(self, item: Tensor) -> None:
+        """Both ops in one call. From compute capability 9.0 on receive is on the device before arrive has ended."""
+        window, inputs = self.window, self.inputs
+        addresses = item.data_ptr(), inputs.rows.data_ptr(), inputs.scales.data_ptr()
+        capacity, offsets = inputs.rows.shape[0], inputs.offsets.data_ptr()
+        window.device_half.arrive_and_receive(window.id, *addresses, capacity, offsets, self._stream())
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.window.heap.device).cuda_stream
+
     def _read(self, item: Tensor, generation: int) -> tuple[int, int, int, int]:
         """Slots, layer, rows, and which graph was launched for them (-1: none): on a GPU from the mailbox, where arrive
         leaves them."""
         if item.device.type == "cpu":
             entry = item[0].tolist()
             return entry[_C.ITEM_COUNT], entry[_C.ITEM_LAYER], entry[_C.ITEM_ROWS], -1
-        graphs = None if self._captured is None else self._captured.graph_table
+        window = self.window
+        address, words = (0, 0) if self._captured is None else self._captured.graph_table.buffer_info()
         while True:  # arrive always posts, an empty item too; what ran before it on the stream may take its time
-            mail = self.window.next_item(1.0, graphs)
+            mail = window.device_half.next_item(window.id, PATIENCE_NS, address, words, self._stream())
             if mail is not None:
-                return mail
-            self.window.check()
-            if self.window.generation != generation:  # mail of before a reset is dropped
-                raise AbortedError(f"window {self.window.id} was reset while its server waited")
+                return mail  # type: ignore[no-any-return]
+            window.check()
+            if window.generation != generation:  # mail of before a reset is dropped
+                raise AbortedError(f"window {window.id} was reset while its server waited")
 
     def stats(self) -> dict[str, Any]:
         """What this server has done; from any thread.

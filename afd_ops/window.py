@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import threading
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
@@ -62,6 +61,7 @@ class Window:
     Attributes:
         role, role_rank: "attention" or "ffn", and which of that role.
         topology, bootstrap: as given.
+        device_half: the module that keeps a GPU window's half in device memory, `afd_ops._C_cuda`; None on a CPU.
     """
 
     order: torch.Tensor
@@ -90,7 +90,7 @@ class Window:
         self.closed = True  # until it is open: a constructor that fails leaves nothing to close
         self._segment: Segment | None = None
         self._watch: ProcessWatch | None = None
-        self._device_half: Any = None
+        self.device_half: Any = None
         self._process = os.getpid()
         self.id = 0
         # A rank with an impossible argument still says so to the others, which would otherwise wait for it.
@@ -189,9 +189,9 @@ class Window:
         if self.heap.device.type == "cuda":
             half = importlib.import_module("afd_ops._C_cuda")
             half.adopt(self.id, _C.addresses(self.id)["control"], self.heap.device.index)
-            self._device_half = half
+            self.device_half = half
         # Across hosts there would be no process to open; no heap reaches that far yet.
-        half, window = self._device_half or _C, self.id  # not self, which the watching thread would keep alive
+        half, window = self.device_half or _C, self.id  # not self, which the watching thread would keep alive
         self._watch = ProcessWatch(
             {p: process for p, (process, _) in peers.items()}, lambda p: half.peer_gone(window, p)
         )
@@ -284,29 +284,6 @@ class Window:
             raise
         self.check()
 
-    def arrive_and_receive(
-        self, item: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor
-    ) -> None:
-        """FFN ranks on a GPU: arrive and receive_into on the current stream, into these tensors; raises what arrive
-        would. From compute capability 9.0 on the second is on the device before the first has ended."""
-        stream = torch.cuda.current_stream(self.heap.device).cuda_stream
-        self._device_half.arrive_and_receive(
-            self.id, item.data_ptr(), rows.data_ptr(), scales.data_ptr(), rows.shape[0], offsets.data_ptr(), stream
-        )
-
-    def next_item(self, timeout: float, graphs: array[int] | None = None) -> tuple[int, int, int, int] | None:
-        """FFN ranks on a GPU: (slots, layer, rows, graph) of the next item from the mailbox; None if it does not come.
-
-        Args:
-            graphs: `CapturedExperts.graph_table`; `graph` says which of them was launched on the current stream as soon
-                as the mail was there, -1: none.
-        """
-        address, words = (0, 0) if graphs is None else graphs.buffer_info()
-        stream = torch.cuda.current_stream(self.heap.device).cuda_stream
-        return self._device_half.next_item(  # type: ignore[no-any-return]
-            self.id, int(timeout * 1e9), address, words, stream
-        )
-
     def raise_typed(self, error: Exception) -> NoReturn:
         """Raises `error`, in its typed form if an op of this window raised it."""
         better: Exception = error
@@ -326,8 +303,8 @@ class Window:
         self.topology.world_rank("ffn", ffn_rank)  # validates
         self._require_own()
         _C.mask(self.id, ffn_rank)
-        if self._device_half:
-            self._device_half.mask(self.id, ffn_rank)
+        if self.device_half:
+            self.device_half.mask(self.id, ffn_rank)
 
     def affected(self, ticket: torch.Tensor) -> torch.Tensor:
         """Which tokens of a ticket have an expert on a masked FFN rank: bool [T]."""
@@ -341,13 +318,13 @@ class Window:
     def poison(self) -> None:
         """This rank gives up: its window stops and its peers are told. Ends with `reset()` or `close()`."""
         if self._stopped() is None:
-            (self._device_half or _C).poison(self.id)
+            (self.device_half or _C).poison(self.id)
 
     def stats(self) -> dict[str, Any]:
         """Counters since construction: dispatches, combines, items, replies, rows, tokens; per peer bytes_sent and, on
         an FFN rank, slots_taken and rows_taken."""
-        if self._device_half:
-            self._device_half.fetch_stats(self.id)
+        if self.device_half:
+            self.device_half.fetch_stats(self.id)
         return _C.stats(self.id)
 
     # The end.
@@ -365,12 +342,12 @@ class Window:
         _C.set_abort(self.id)
         if not _C.drain(self.id, int(self.bootstrap.timeout * 1e9)):
             raise AbortedError(f"an op of this rank did not end within {self.bootstrap.timeout} s; reset() gave up")
-        if self._device_half:
-            self._device_half.synchronize(self.id)
+        if self.device_half:
+            self.device_half.synchronize(self.id)
         self.bootstrap.barrier()  # a store of before must not land in zeroed memory
         _C.rewind(self.id)
-        if self._device_half:
-            self._device_half.rewind(self.id)
+        if self.device_half:
+            self.device_half.rewind(self.id)
         self.bootstrap.barrier()
         _C.resume(self.id)
 
@@ -380,7 +357,7 @@ class Window:
             return
         self.closed = True
         if os.getpid() == self._process:
-            (self._device_half or _C).leave(self.id)
+            (self.device_half or _C).leave(self.id)
             self._release()
         elif self._segment is not None:  # a fork's copy: only its mappings are its own, the watch's eventfd is shared
             self._segment.close()
@@ -393,8 +370,8 @@ class Window:
             _C.set_closed(self.id)
             _C.set_abort(self.id)
             drained = _C.drain(self.id, 5_000_000_000)
-        if self._device_half:
-            self._device_half.synchronize(self.id)
+        if self.device_half:
+            self.device_half.synchronize(self.id)
         if self._segment is not None and drained:  # a thread still inside an op keeps its memory
             self._segment.close()
             self._segment = None

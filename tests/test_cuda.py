@@ -198,7 +198,8 @@ for tokens, dtype, base_dtype, answered in (
     if answered:
         with torch.cuda.stream(sides[1]):
             item = torch.ops.afd.arrive(port, ffn.id)
-            count, layer, rows, _ = ffn.next_item(5.0)
+            stream = sides[1].cuda_stream
+            count, layer, rows, _ = ffn.device_half.next_item(ffn.id, 5_000_000_000, 0, 0, stream)
             received, scales, offsets = torch.ops.afd.receive(item, port, ffn.id, rows)
             torch.ops.afd.reply(received, item, port, ffn.id)  # experts that change nothing and launch nothing
     else:
