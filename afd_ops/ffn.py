@@ -83,6 +83,9 @@ class ExpertServer:
         self._item: Tensor | None = None
         if window.heap.capturable:
             self._item = torch.empty((1 + facts["slots"], _C.ITEM_WORDS), dtype=torch.int32, device=device)
+            parts = self._item, self.inputs.rows, self.inputs.scales, self.inputs.offsets
+            item, rows, scales, offsets = (part.data_ptr() for part in parts)
+            self._places = window.id, item, rows, scales, self.inputs.rows.shape[0], offsets
 
     def step(self) -> int:
         """Waits up to the poll interval for an item and answers it; returns how many slots it held (0: nothing came).
@@ -95,7 +98,8 @@ class ExpertServer:
         marks = times.begin()
         item = self._item
         if item is not None:
-            self._arrive_and_receive(item)
+            # Both ops; from compute capability 9.0 on the second is on the device before the first has ended.
+            window.device_half.arrive_and_receive(*self._places, self._stream())
         else:
             item = torch.ops.afd.arrive(port, window.id)
             torch.ops.afd.receive_into(item, inputs.rows, inputs.scales, inputs.offsets, port, window.id)
@@ -120,13 +124,6 @@ class ExpertServer:
         self._batch_sizes[count] += 1
         self._row_counts[rows] += 1
         return count
-
-    def _arrive_and_receive(self, item: Tensor) -> None:
-        """Both ops in one call. From compute capability 9.0 on receive is on the device before arrive has ended."""
-        window, inputs = self.window, self.inputs
-        addresses = item.data_ptr(), inputs.rows.data_ptr(), inputs.scales.data_ptr()
-        capacity, offsets = inputs.rows.shape[0], inputs.offsets.data_ptr()
-        window.device_half.arrive_and_receive(window.id, *addresses, capacity, offsets, self._stream())
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self.window.heap.device).cuda_stream

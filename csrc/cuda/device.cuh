@@ -2,8 +2,8 @@
 //
 // Memory order. Every CTA that wrote passes __syncthreads; one thread of it then counts the CTA done (acquire and
 // release, device scope). Who counts last stores the flags with st.release.sys. A flag is read with ld.acquire.sys by
-// whoever waits; __syncthreads, __syncwarp or a kernel boundary hands on what it made visible. docs/protocol.md argues
-// why no store and no reset is lost.
+// whoever waits; __syncthreads, __syncwarp, a kernel boundary or an item's tag hands on what it made visible.
+// docs/protocol.md argues why no store and no reset is lost.
 //
 // Speed. A load from L2 takes 0.3 us, a system fence 1 to 1.5, a kernel boundary 0.6: at a few tokens that is all there
 // is. So kernels issue loads that do not depend on each other together, before the first of them is used, and each

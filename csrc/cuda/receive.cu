@@ -3,7 +3,8 @@
 //   launch   kCtas CTAs of 256 threads; a warp copies a segment of a token's row
 //   order    after arrive's acquire, on the same stream; the slots stay ours until reply
 //   waits    never; launched early, for the rest of arrive, which waits for nothing any more: until the item's tag is
-//            there (acquire, by a thread of each CTA), and at its end for arrive's, so that what follows is behind both
+//            there (acquire, by a thread of each CTA; no deadline, as a kernel boundary has none), and at its end for
+//            arrive's, so that what follows is behind both
 //   fails    a position outside what the header announced: that region is closed; more rows than the bucket: error
 //            record
 #include "float8.cuh"
