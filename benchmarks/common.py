@@ -22,6 +22,8 @@ from afd_ops import _C
 HERE = Path(__file__).parent
 TRIALS = 5
 DRAINED, DROPPED = 64, 16
+# Of benchmarks that also run where there is one GPU: attention ranks on the first, FFN ranks on the last.
+ATTENTION, FFN = "cuda:0", f"cuda:{max(torch.cuda.device_count() - 1, 0)}"
 
 
 def period_us(replay: Callable[[], object], pairs: int, replays: int) -> float:

@@ -39,6 +39,7 @@ import ffn_trace
 import torch
 import triton
 import triton.language as tl
+from common import ATTENTION, FFN
 from torch import Tensor
 from torch.nn import functional
 
@@ -48,7 +49,6 @@ from afd_ops.buckets import fit
 from afd_ops.captured import device_memory
 
 HIDDEN, INTERMEDIATE, TOPK = 4096, 2048, 6
-ATTENTION, FFN = "cuda:0", f"cuda:{torch.cuda.device_count() - 1}"
 DELAY_CYCLES = 1_000_000  # about half a millisecond: the FFN rank waits by then
 SECONDS = 20.0  # of patience
 WARM = 8

@@ -12,12 +12,12 @@ import argparse
 import re
 
 import torch
+from common import ATTENTION, FFN
 from torch.profiler import ProfilerActivity, profile
 
 import afd_ops
 
 EXPERTS, TOPK, COUNT = 32, 8, 64
-ATTENTION, FFN = "cuda:0", f"cuda:{torch.cuda.device_count() - 1}"
 
 
 def kernels(tokens: int, hidden: int, dtype: torch.dtype, count: int = COUNT) -> dict[str, float]:
