@@ -37,10 +37,10 @@ class Phase(IntEnum):
     WAITING = 0
     BEGUN = 1
     MAILED = 2
-    READ = 3
-    ITEM_ISSUED = 4
-    TAG_ISSUED = 5
-    STATE_ISSUED = 6
+    ITEM_ISSUED = 3
+    TAG_ISSUED = 4
+    STATE_ISSUED = 5
+    READ = 6
     ENDED = 7
     FAILED = 8
 
@@ -135,12 +135,10 @@ class EarlyModel(Model[EarlyState]):
 
     def finished(self, state: EarlyState) -> bool:
         """All have ended, or the server has, because a launch failed."""
-        launched = [n for n, phase in enumerate(state.arrives) if phase != Phase.WAITING]
-        last = launched[-1]
-        whole = last if state.arrives[last] == Phase.FAILED else self.early.launches
-        return all(phase == Phase.ENDED for phase in (*state.arrives[:whole], *state.receives[:whole])) and (
-            state.receives[last] in (Phase.WAITING, Phase.ENDED)
-        )
+        ended = list(zip(state.arrives, state.receives, strict=True)).count((Phase.ENDED, Phase.ENDED))
+        if ended == self.early.launches:
+            return True
+        return (state.arrives[ended], state.receives[ended]) == (Phase.FAILED, Phase.WAITING)
 
     def verdict(self, state: EarlyState) -> Kind | None:
         return None if self.finished(state) else Kind.DEADLOCK
