@@ -343,6 +343,12 @@ PyObject* next_item(PyObject*, PyObject* args) {
   DeviceWindow& w = *g_device_windows[id].load();
   const auto* graphs = reinterpret_cast<const ExpertGraph*>(table);
   const ExpertGraph *const end = graphs + table_words * sizeof(int64_t) / sizeof(ExpertGraph), *graph = end;
+  const size_t table_size = end - graphs;
+  // So that the driver has at hand what it will launch. Not of the graph that was launched last: an upload waits for
+  // the run before it, and on this stream goes what must not wait.
+  const auto practise = [&w, graphs, next = w.succession.next(table_size)] {
+    if (next >= 0 && cudaGraphUpload(graphs[next].exec, w.stream) != cudaSuccess) cudaGetLastError();
+  };
   int64_t* mail = w.control.mailbox + w.expected % kMailbox * kMailWords;
   const auto wanted = static_cast<uint32_t>(w.expected + 1);
   std::array<int64_t, kMailWords> words{};
@@ -371,6 +377,7 @@ PyObject* next_item(PyObject*, PyObject* args) {
       continue;
     }
     waited = now - start;
+    if (turn == 1) practise();
     if (graphs != end && now - last_rehearsal >= kRehearseNs && atomic(*w.rehearsed).load() == w.rehearsals) {
       last_rehearsal = now;
       if (cudaGraphLaunch(w.rehearsal, w.stream) == cudaSuccess)
@@ -384,7 +391,10 @@ PyObject* next_item(PyObject*, PyObject* args) {
       spin();
   }
   if (found && value(kMailRows) > 0) graph = find_graph(graphs, end, value(kMailLayer), value(kMailRows));
-  if (graph != end) launched = cudaGraphLaunch(graph->exec, reinterpret_cast<cudaStream_t>(stream));
+  if (graph != end) {
+    launched = cudaGraphLaunch(graph->exec, reinterpret_cast<cudaStream_t>(stream));
+    w.succession.add(static_cast<int32_t>(graph - graphs), table_size);
+  }
   Py_END_ALLOW_THREADS;
   if (!found && static_cast<int32_t>(mail_sequence(words[0]) - wanted) > 0) {
     PyErr_SetString(PyExc_RuntimeError,
