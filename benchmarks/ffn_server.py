@@ -13,9 +13,9 @@ of that GPU. `ready`: all dispatches are there before the server looks, so that 
 events around its steps. `gemm`: the two grouped GEMMs of that item alone.
 
 Paths: `ours`: ExpertServer with captured experts. `eager`: the same without graphs. `resident`: arrive, receive,
-experts and reply in one graph launched ahead of the arrival, for one attention rank, a known layer and bucket: what the
-others cannot beat. `stock`: the FFN side as the ancestors had it: the host polls a flag and a header by copies,
-index_select, the same experts, index_add_.
+experts and reply in one graph launched ahead of the arrival, for one attention rank, a known layer and bucket: nobody's
+first kernel can be earlier. `stock`: the FFN side as the ancestors had it: the host polls a flag and a header by
+copies, index_select, the same experts, index_add_.
 
 Results are compared with plain float32 for some tokens, before and after timing. Every wait has a deadline.
 """
