@@ -6,6 +6,13 @@ import os
 import select
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
+
+
+def process_namespace() -> str:
+    """Where a process id of this process means the same: this boot of this host, and the pid namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"boot {boot}, {Path('/proc/self/ns/pid').readlink()}"
 
 
 class ProcessWatch:
@@ -15,12 +22,16 @@ class ProcessWatch:
         processes: process id by peer; this process itself is not watched.
         gone: called on the watching thread.
 
+    Attributes:
+        ended: the peers whose processes have ended, noted before `gone` is called.
+
     Raises:
-        OSError: a process has ended already, or is in another pid namespace.
+        ProcessLookupError: a process has ended already.
     """
 
     def __init__(self, processes: Mapping[int, int], gone: Callable[[int], None]) -> None:
         self._gone = gone
+        self.ended: tuple[int, ...] = ()
         self._peers: dict[int, int] = {}  # pidfd -> peer
         self._stop = os.eventfd(0)
         try:
@@ -53,7 +64,11 @@ class ProcessWatch:
                 if fd == self._stop:
                     return
                 poll.unregister(fd)
-                self._gone(self._peers[fd])
+                peer = self._peers[fd]
+                self.ended = (*self.ended, peer)
+                self._gone(peer)
+                if self._stop < 0:  # gone() has closed this watch
+                    return
 
     def _close(self) -> None:
         for fd in (self._stop, *self._peers):

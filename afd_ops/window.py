@@ -22,7 +22,7 @@ from afd_ops.heap.local import LocalHeap
 from afd_ops.heap.shm import ShmHeap
 from afd_ops.layout import PAYLOAD_DTYPES, WIDE_DTYPES, Geometry
 from afd_ops.topology import Role, Topology
-from afd_ops.watch import ProcessWatch
+from afd_ops.watch import ProcessWatch, process_namespace
 
 logger = logging.getLogger("afd_ops")
 
@@ -135,9 +135,9 @@ class Window:
             )
         self.geometry = Geometry.create(topology, tokens=tokens, topk=topk, **sizes)
         for name, value in (("deadline", deadline), ("poll_interval", poll_interval)):
-            if not 0 < value < 2**63 / 1e9:
+            if not isinstance(value, (int, float)) or not 0 < value < 2**63 / 1e9:
                 raise ValueError(f"{name} is {value}, expected more than 0 and less than {2**63 / 1e9:.1e} seconds")
-        if rows is not None and not tokens * topk <= rows < 2**31:
+        if rows is not None and not (isinstance(rows, int) and tokens * topk <= rows < 2**31):
             raise ValueError(f"rows is {rows}, expected tokens x topk = {tokens * topk} (one arrival) to {2**31 - 1}")
         self.role: Role = topology.role(rank)
         self.role_rank = topology.role_rank(rank)
@@ -166,15 +166,21 @@ class Window:
         if nbytes > free:
             raise MemoryError(f"the window takes {nbytes} bytes, but {free} are free; lower tokens, stages or depth")
         self._segment = self.heap.allocate(nbytes)
-        return json.dumps([self._process, self._segment.handle])
+        return json.dumps([process_namespace(), self._process, self._segment.handle])
 
     def _open(self, handles: list[str], deadline: float, poll_interval: float, rows: int | None) -> str:
         assert self._segment is not None
         geometry = self.geometry
-        peers: dict[int, tuple[int, str]] = {
+        peers: dict[int, tuple[str, int, str]] = {
             self.topology.role_rank(rank): json.loads(handles[rank])
             for rank in self.topology.peers(self.bootstrap.rank)
         }
+        for p, (namespace, process, _) in peers.items():
+            if namespace != process_namespace():  # its number would name a stranger here
+                raise BootstrapError(
+                    f"{self._name(p)} is process {process} of {namespace}, this one runs in {process_namespace()}: "
+                    "every rank must see the other ranks' processes"
+                )
         self.id = _C.open(
             geometry.words,
             ("attention", "ffn").index(self.role),
@@ -183,27 +189,31 @@ class Window:
             int(poll_interval * 1e9),
             geometry.tokens * geometry.topk if rows is None else rows,
             self._segment.address,
-            [self._reach(p, handle) for p, (_, handle) in peers.items()],
+            [self._reach(p, handle) for p, (_, _, handle) in peers.items()],
             [word for place in self.topology.expert_map for word in place],
         )
         if self.heap.device.type == "cuda":
             half = importlib.import_module("afd_ops._C_cuda")
             half.adopt(self.id, _C.addresses(self.id)["control"], self.heap.device.index)
             self.device_half = half
-        # Across hosts there would be no process to open; no heap reaches that far yet.
         half, window = self.device_half or _C, self.id  # not self, which the watching thread would keep alive
-        self._watch = ProcessWatch(
-            {p: process for p, (process, _) in peers.items()}, lambda p: half.peer_gone(window, p)
-        )
+        processes = {p: process for p, (_, process, _) in peers.items()}
+        try:
+            self._watch = ProcessWatch(processes, lambda p: half.peer_gone(window, p))
+        except ProcessLookupError as error:
+            names = ", ".join(f"{self._name(p)} (process {process})" for p, process in processes.items())
+            raise BootstrapError(f"a process has ended already, one of {names}") from error
         return ""
+
+    def _name(self, peer: int) -> str:
+        return self.topology.describe(self.topology.peers(self.bootstrap.rank)[peer])
 
     def _reach(self, peer: int, handle: str) -> int:
         assert self._segment is not None
         try:
             return self._segment.peer(handle)
         except RuntimeError as error:
-            rank = self.topology.peers(self.bootstrap.rank)[peer]
-            raise BootstrapError(f"{self.topology.describe(rank)} cannot be reached: {error}") from error
+            raise BootstrapError(f"{self._name(peer)} cannot be reached: {error}") from error
 
     # Use.
 
@@ -269,16 +279,19 @@ class Window:
         """Around one step of an engine: typed errors inside, `check()` at the end.
 
         An exception that escapes between a dispatch and its combine poisons the window until `reset()`: nobody will
-        take the reply that is on its way, and it must not meet the next request.
+        take the reply that is on its way, and it must not meet the next request. What other threads send does not
+        count; of a thread's dispatches the oldest is taken to be combined first.
         """
         self._require_own()
-        generation, in_flight = self.generation, _C.in_flight(self.id)
+        half = self.device_half or _C
+        generation, (before, _) = self.generation, half.calls(self.id)
         try:
             yield
         except BaseException as error:
-            # What a reset has dropped meanwhile needs no poison, and what was in flight before is not this step's.
-            if not self.closed and self.generation == generation and _C.in_flight(self.id) > in_flight:
-                self.poison()
+            if not self.closed and self.generation == generation:  # what a reset has dropped needs no poison
+                dispatches, combines = half.calls(self.id)
+                if dispatches > before and dispatches > combines:
+                    self.poison(generation)
             if isinstance(error, Exception):
                 self.raise_typed(error)
             raise
@@ -315,10 +328,18 @@ class Window:
         mask = torch.tensor(bits, dtype=torch.int64).to(torch.int32).to(ticket.device)
         return ((ticket[1:, :words] & mask) != 0).any(dim=1)
 
-    def poison(self) -> None:
-        """This rank gives up: its window stops and its peers are told. Ends with `reset()` or `close()`."""
-        if self._stopped() is None:
-            (self.device_half or _C).poison(self.id)
+    def poison(self, generation: int | None = None) -> None:
+        """This rank gives up: its window stops and its peers are told. Ends with `reset()` or `close()`.
+
+        Args:
+            generation: nothing happens if the window is at another one by now; by default the one it is at.
+        """
+        self._require_own()
+        wanted = self.generation if generation is None else generation
+        if self.device_half is None:
+            _C.poison(self.id, wanted)
+        elif wanted == self.generation:
+            self.device_half.poison(self.id)
 
     def stats(self) -> dict[str, Any]:
         """Counters since construction: dispatches, combines, items, replies, rows, tokens; per peer bytes_sent and, on
@@ -346,8 +367,12 @@ class Window:
             self.device_half.synchronize(self.id)
         self.bootstrap.barrier()  # a store of before must not land in zeroed memory
         _C.rewind(self.id)
+        half = self.device_half or _C
         if self.device_half:
-            self.device_half.rewind(self.id)
+            half.rewind(self.id)
+        if self._watch is not None:  # news that has just been rewound does not come again
+            for peer in self._watch.ended:
+                half.peer_gone(self.id, peer)
         self.bootstrap.barrier()
         _C.resume(self.id)
 

@@ -6,6 +6,7 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <unordered_map>
 
 namespace afd {
 
@@ -71,6 +72,14 @@ void publish_as(int64_t window, Control* control) { g_windows[window].store(cont
 
 Control* find(int64_t window) {
   return window > 0 && window < kMaxWindows ? g_windows[window].load(std::memory_order_acquire) : nullptr;
+}
+
+Calls& calls_of(int64_t window) {
+  thread_local std::unordered_map<int64_t, Calls> calls;  // of a few windows
+  Calls& mine = calls[window];
+  const int64_t generation = find(window)->generation;
+  if (mine.generation != generation) mine = {generation};
+  return mine;
 }
 
 std::string describe(const Control& c, const ErrorRecord& r) {

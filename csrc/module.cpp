@@ -79,14 +79,9 @@ Control* control_and(PyObject* args, long long& value) {
 // A host call that touches a window's memory: refused once it is closed, and counted, so that close() waits for it.
 class Inside {
  public:
-  explicit Inside(PyObject* args) : control_(control_of(args)) {
-    if (control_ == nullptr) return;
-    atomic(control_->active).fetch_add(1);
-    if (atomic(control_->closed).load() == 0) return;
-    PyErr_SetString(PyExc_ValueError, "the window is closed");
-    atomic(control_->active).fetch_sub(1);
-    control_ = nullptr;
-  }
+  explicit Inside(PyObject* args) : Inside(control_of(args)) {}
+  // Of a window and one number more.
+  Inside(PyObject* args, long long& value) : Inside(control_and(args, value)) {}
   ~Inside() {
     if (control_ != nullptr) atomic(control_->active).fetch_sub(1);
   }
@@ -95,6 +90,15 @@ class Inside {
   Control* control() const { return control_; }
 
  private:
+  explicit Inside(Control* control) : control_(control) {
+    if (control_ == nullptr) return;
+    atomic(control_->active).fetch_add(1);
+    if (atomic(control_->closed).load() == 0) return;
+    PyErr_SetString(PyExc_ValueError, "the window is closed");
+    atomic(control_->active).fetch_sub(1);
+    control_ = nullptr;
+  }
+
   Control* control_;
 };
 
@@ -319,8 +323,8 @@ PyObject* check(PyObject*, PyObject* args) {
   const Inside inside(args);
   Control* c = inside.control();
   if (c == nullptr) return nullptr;
-  for (int32_t p = 0; c->role == kAttention && c->on_device == 0 && p < c->peers && atomic(c->failed).load() == 0;
-       ++p) {
+  const bool looks = c->role == kAttention && c->on_device == 0 && atomic(c->abort).load() == 0;
+  for (int32_t p = 0; looks && p < c->peers && atomic(c->failed).load() == 0; ++p) {
     const int32_t sticky = atomic(word(c->window, c->layout.sticky, p)).load(std::memory_order_acquire);
     if (sticky != kAlive && sticky != kLeft && atomic(c->masked[p]).load() == 0)
       fail(*c, ended(where(Op::host, -1, -1, -1, -1), p, sticky));
@@ -347,10 +351,13 @@ PyObject* errors(PyObject*, PyObject* args) {
   return out;
 }
 
+// Not into another generation: what a reset has dropped needs no poison. A reset that begins now waits until this ends.
 PyObject* poison(PyObject*, PyObject* args) {
-  const Inside inside(args);
+  long long generation = 0;
+  const Inside inside(args, generation);
   Control* c = inside.control();
   if (c == nullptr) return nullptr;
+  if (atomic(c->abort).load() != 0 || c->generation != generation) Py_RETURN_NONE;
   ErrorRecord r = where(Op::host, -1, -1, -1, -1);
   r.kind = static_cast<int32_t>(Kind::Failed);
   fail(*c, r);
@@ -417,6 +424,13 @@ PyObject* in_flight(PyObject*, PyObject* args) {
   return PyLong_FromLongLong(n);
 }
 
+PyObject* calls(PyObject*, PyObject* args) {
+  long long window = 0;
+  if (control_of(args) == nullptr || !PyArg_ParseTuple(args, "L", &window)) return nullptr;
+  const Calls& mine = calls_of(window);
+  return Py_BuildValue("(LL)", static_cast<long long>(mine.dispatches), static_cast<long long>(mine.combines));
+}
+
 PyObject* stats(PyObject*, PyObject* args) {
   Control* c = control_of(args);
   if (c == nullptr) return nullptr;
@@ -464,13 +478,14 @@ PyMethodDef kMethods[] = {
     {"resume", resume, METH_VARARGS, "resume(window): next generation, ops may begin"},
     {"check", check, METH_VARARGS, "check(window) -> None or the error that stopped it"},
     {"errors", errors, METH_VARARGS, "errors(window) -> every error record"},
-    {"poison", poison, METH_VARARGS, "poison(window): this rank gives up and tells its peers"},
+    {"poison", poison, METH_VARARGS, "poison(window, generation): this rank gives up and tells its peers"},
     {"leave", leave, METH_VARARGS, "leave(window): tell the peers that this rank is done"},
     {"peer_gone", peer_gone, METH_VARARGS, "peer_gone(window, peer): its process ended"},
     {"mask", mask, METH_VARARGS, "mask(window, peer): leave this F rank out until reset()"},
     {"masked", masked, METH_VARARGS, "masked(window) -> 0 or 1 per peer"},
     {"regions", regions, METH_VARARGS, "regions(window) -> a sticky state per peer, as acted on"},
     {"in_flight", in_flight, METH_VARARGS, "in_flight(window) -> dispatches without their combine"},
+    {"calls", calls, METH_VARARGS, "calls(window) -> dispatches, combines of this thread in this generation"},
     {"stats", stats, METH_VARARGS, "stats(window) -> dict of counters"},
     {"addresses", addresses, METH_VARARGS, "addresses(window) -> dict, for tests and debuggers"},
     {nullptr, nullptr, 0, nullptr}};

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import re
+import subprocess
 import threading
 import time
 import weakref
@@ -24,6 +25,7 @@ from torch import Tensor
 
 import afd_ops
 from afd_ops import _C, ExpertServer, LocalHeap, RemoteExperts, ShmHeap, Topology, Window
+from afd_ops.watch import ProcessWatch
 
 pytestmark = pytest.mark.usefixtures("seed")
 on_every_device = pytest.mark.usefixtures("device")
@@ -356,6 +358,47 @@ def test_an_exception_with_nothing_in_flight_stops_nothing() -> None:
             ask(attention).assert_answered()
 
 
+@on_every_device
+def test_a_step_that_has_combined_an_older_ticket_still_stops_the_window() -> None:
+    """fault: as many are in flight as before the step, and nobody is told of the one that will not be combined."""
+    with harness.windows(PAIR) as (attention, ffn):
+        old = ask(attention)
+        assert server_of(ffn).step() == 1
+        with pytest.raises(ValueError), attention.step():
+            old.assert_answered()
+            ask(attention)
+            raise ValueError
+        assert poisoned(ffn) == [True]
+
+
+@on_every_device
+@pytest.mark.parametrize("mine", [True, False])
+def test_a_step_answers_for_its_own_thread_only(mine: bool) -> None:
+    """faults: another lane combines meanwhile, and the lane that raises is not noticed; or it dispatches meanwhile, and
+    a lane that raises with nothing in flight stops both."""
+    with harness.windows(PAIR, stages=2) as (attention, ffn):
+        server, elsewhere = server_of(ffn), list[Flight]()
+
+        def other(work: Callable[[], Any]) -> None:
+            (outcome,) = together(work)
+            assert not isinstance(outcome, BaseException), outcome
+
+        if mine:
+            other(lambda: elsewhere.append(ask(attention, stage=1)))
+            assert server.step() == 1
+        with pytest.raises(ValueError), attention.step():
+            if mine:
+                ask(attention)
+                other(elsewhere[0].assert_answered)
+            else:
+                other(lambda: elsewhere.append(ask(attention, stage=1)))
+            raise ValueError
+        assert poisoned(ffn) == [mine]
+        if not mine:
+            assert server.step() == 1
+            other(elsewhere[0].assert_answered)
+
+
 @pytest.mark.parametrize("refused", ["argument", "ring"])
 def test_a_refused_call_does_not_stop_what_is_in_flight(refused: str) -> None:
     """fault: an error that sent nothing poisons the window, because other lanes of it happen to be in flight."""
@@ -512,6 +555,57 @@ def test_a_step_that_spans_a_reset_does_not_stop_the_next_generation() -> None:
         attention.check()
         assert server_of(ffn).step() == 1
         flight.assert_answered()
+
+
+def test_a_watch_may_be_closed_by_what_it_calls() -> None:
+    """fault: the thread goes on with descriptors that are closed, and ends with a KeyError."""
+    raised: list[object] = []
+    with subprocess.Popen(["sleep", "60"]) as first, subprocess.Popen(["sleep", "60"]) as second:
+        watch = ProcessWatch({0: first.pid, 1: second.pid}, lambda peer: watch.close())
+        thread, threading.excepthook = watch._thread, lambda args: raised.append(args.exc_value)
+        try:
+            first.kill()
+            assert thread is not None
+            thread.join(10)
+        finally:
+            second.kill()
+            threading.excepthook = threading.__excepthook__
+    assert not thread.is_alive() and raised == [] and watch.ended == (0,)
+
+
+@on_every_device
+def test_a_poison_that_a_reset_has_overtaken_is_dropped() -> None:
+    """fault: a step that a reset has ended poisons the window, and the next generation begins stopped."""
+    with harness.windows(PAIR) as windows:
+        attention, ffn = windows
+        reset(windows)
+        attention.poison(0)
+        attention.check()
+        hear(ffn)
+        attention.poison(1)
+        with pytest.raises(afd_ops.RankFailedError):
+            attention.check()
+
+
+def test_during_a_reset_nobody_is_poisoned() -> None:
+    """fault: as above; the peer has cleared its words already when they are written."""
+    with harness.windows(PAIR) as (attention, ffn):
+        _C.set_abort(attention.id)
+        attention.poison()
+        assert attention.errors() == [] and poisoned(ffn) == [False]
+
+
+@on_every_device
+def test_reset_keeps_the_news_that_a_process_has_ended() -> None:
+    """fault: a peer dies between the barriers, the word that says so is cleared with the others, and combine waits out
+    its deadline."""
+    with harness.windows(PAIR) as windows:
+        attention, _ = windows
+        assert attention._watch is not None
+        attention._watch.ended = (0,)
+        reset(windows)
+        with pytest.raises(afd_ops.PeerFailedError, match="process ended"):
+            hear(attention)
 
 
 @on_every_device

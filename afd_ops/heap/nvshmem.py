@@ -50,7 +50,7 @@ class NvshmemSegment:
         except Exception as error:
             raise RuntimeError(
                 f"PE {me} has no direct address for the memory of PE {pe} ({error}); our kernels store to it, so all "
-                "ranks must be GPUs of one host, or of one NVLink domain, with peer access"
+                "ranks must be GPUs of one host with peer access"
             ) from error
         # A store that does not arrive would be waited for until the deadline: try one now.
         word = memory[8 * me : 8 * me + 8].view(torch.int64)

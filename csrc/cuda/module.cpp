@@ -416,6 +416,13 @@ PyObject* next_item(PyObject*, PyObject* args) {
                        graph == end ? -1 : static_cast<int>(graph - graphs));
 }
 
+PyObject* calls(PyObject*, PyObject* args) {
+  long long window = 0;
+  if (window_of(args) == nullptr || !PyArg_ParseTuple(args, "L", &window)) return nullptr;
+  const Calls& mine = calls_of(window);
+  return Py_BuildValue("(LL)", static_cast<long long>(mine.dispatches), static_cast<long long>(mine.combines));
+}
+
 // Counters live on the device; this copies them into the host half, whose stats() then reads them.
 PyObject* fetch_stats(PyObject*, PyObject* args) {
   DeviceWindow* w = window_of(args);
@@ -476,6 +483,7 @@ PyMethodDef kMethods[] = {
      "arrive_and_receive(window, item, rows, scales, capacity, offsets, stream): into these addresses"},
     {"next_item", next_item, METH_VARARGS,
      "next_item(window, timeout_ns, table, table words, stream) -> (count, layer, rows, graph) or None"},
+    {"calls", calls, METH_VARARGS, "calls(window) -> dispatches, combines of this thread in this generation"},
     {"fetch_stats", fetch_stats, METH_VARARGS, "fetch_stats(window): into the host half"},
     {"addresses", addresses, METH_VARARGS, "addresses(window) -> dict, for tests and debuggers"},
     {"enable_peer_access", enable_peer_access, METH_VARARGS, "enable_peer_access(device, peer device)"},
