@@ -61,8 +61,8 @@ class ExpertServer:
         self.port = window.port()
         facts, device = _C.facts(window.id), window.heap.device
         needs = facts["rows"], facts["hidden"], facts["owned_experts"], window.dtype, device
-        inputs: ItemBuffers | None = getattr(experts, "inputs", None)
-        self.inputs = ItemBuffers.create(*needs) if inputs is None else inputs
+        inputs = getattr(experts, "inputs", None)  # an engine's callable may have others of that name
+        self.inputs = inputs if isinstance(inputs, ItemBuffers) else ItemBuffers.create(*needs)
         wanted = ItemBuffers.create(max(needs[0], self.inputs.rows.shape[0]), *needs[1:4], "meta")
         for name in ("rows", "scales", "offsets"):
             has, fits = getattr(self.inputs, name), getattr(wanted, name)
@@ -188,6 +188,7 @@ class ExpertServer:
         generation = self.window.generation
         with torch.inference_mode():
             while not self._stop.is_set():
+                draining = self._drain.is_set()  # asked before the step, which then sees all that has arrived
                 try:
                     count = self.step()
                 except BaseException as error:
@@ -195,7 +196,7 @@ class ExpertServer:
                     raise
                 if self.window.generation != generation:  # on a GPU the reply of a dropped item is no error
                     raise AbortedError(f"window {self.window.id} was reset while its server ran")
-                if count == 0 and (self._drain.is_set() or _C.ALIVE not in _C.regions(self.window.id)):
+                if count == 0 and (draining or _C.ALIVE not in _C.regions(self.window.id)):
                     break
         for record in self.window.errors():
             raise from_record(record)
@@ -220,9 +221,9 @@ class ExpertServer:
         except (AbortedError, ClosedError):
             raise
         except Exception:
-            window.poison()
+            window.poison(generation)
             raise
-        window.poison()
+        window.poison(generation)
 
 
 class GroupedSwiGLU(nn.Module):

@@ -137,6 +137,27 @@ def test_lingering_waits_for_the_other_attention_ranks(seed: int) -> None:
                 afd_ops.ExpertServer(ffn, harness.experts_of(TOPOLOGY, 0), linger=linger)
 
 
+def test_drain_answers_what_arrived_after_the_last_look(seed: int) -> None:
+    """fault: a request comes while an empty step returns, drain() is called, and the server ends without an answer."""
+    with harness.windows(TOPOLOGY) as (attention, _, ffn):
+        server = afd_ops.ExpertServer(ffn, harness.experts_of(TOPOLOGY, 0))
+        module, step, tickets = harness.remote(attention, 5), random_step(TOPOLOGY, 4), []
+        one_step = server.step
+
+        def then_a_request() -> int:
+            count = one_step()
+            if count == 0 and not tickets:
+                tickets.append(module.dispatch(*step[:3]))
+                harness.synchronize()
+                server.drain()
+            return count
+
+        server.step = then_a_request  # type: ignore[method-assign]
+        server.run()
+        assert ffn.stats()["replies"] == 1
+        assert torch.equal(module.combine(tickets[0], step[3]), expected(TOPOLOGY, *step))
+
+
 def answered(windows: Sequence[afd_ops.Window], server: afd_ops.ExpertServer, sizes: Sequence[int]) -> None:
     """A round trip of both attention ranks, in one item."""
     modules = [harness.remote(window, 3) for window in windows]
