@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import threading
 import time
@@ -17,7 +18,7 @@ from flights import PAIR, SIZES, SLACK, ask, construct, within
 from harness import together
 
 import afd_ops
-from afd_ops import _C, Bootstrap, ShmHeap, Topology, Window
+from afd_ops import _C, Bootstrap, LocalHeap, ShmHeap, Topology, Window
 
 pytestmark = pytest.mark.usefixtures("seed")
 on_every_device = pytest.mark.usefixtures("device")
@@ -197,6 +198,10 @@ def test_a_rank_that_fails_after_the_last_exchange_is_named_too() -> None:
         (dict(poll_interval=-1.0), "poll_interval is -1.0, expected more than 0"),
         (dict(rows=15), "rows is 15, expected tokens x topk = 16"),
         (dict(rows=2**31), "rows is 2147483648"),
+        (dict(rows=16.5), "rows is 16.5, expected tokens x topk = 16"),
+        (dict(tokens=8.0), "tokens is 8.0, expected an int"),
+        (dict(hidden=None), "hidden is None, expected an int"),
+        (dict(deadline=None), "deadline is None, expected more than 0"),
     ],
 )
 def test_a_rank_with_an_impossible_argument_names_it_and_all_hear(bad: dict[str, Any], message: str) -> None:
@@ -224,6 +229,35 @@ def test_too_little_memory_raises_with_both_numbers_on_all_ranks() -> None:
     assert isinstance(outcomes[1], MemoryError)
     assert re.search(r"the window takes \d+ bytes, but 1000 are free", str(outcomes[1]))
     assert "rank 1 failed in step 'allocate': MemoryError: the window takes" in str(outcomes[0])
+
+
+def test_ranks_that_cannot_see_each_other_s_processes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fault: a process number of another container is watched here, and a stranger's end is taken for the peer's."""
+    calls = itertools.count()
+    monkeypatch.setattr(afd_ops.window, "process_namespace", lambda: f"boot {next(calls)}, pid:[1]")
+    for outcome in construct(PAIR):
+        assert isinstance(outcome, afd_ops.BootstrapError)
+        assert re.search(r"process \d+ of boot \d, pid:\[1\], this one runs in boot \d", str(outcome)), outcome
+
+
+def test_no_descriptor_of_the_memory_stays_open() -> None:
+    """fault: another process of this user opens it through /proc, and every peer costs a descriptor for good."""
+
+    def memory_files() -> int:
+        descriptors = [fd for fd in list(Path("/proc/self/fd").iterdir()) if fd.is_symlink()]
+        return sum("memfd:afd_ops" in str(fd.readlink()) for fd in descriptors)
+
+    before = memory_files()
+    windows = construct(PAIR)
+    assert memory_files() == before
+    for window in windows:
+        window.close()
+
+
+def test_both_host_heaps_count_memory_alike() -> None:
+    """fault: page cache counts as used, and a window is refused after a checkpoint was copied."""
+    counts = [heap.free_bytes() for heap in (ShmHeap(), LocalHeap())]
+    assert abs(counts[0] - counts[1]) < 0.1 * counts[0]
 
 
 def test_building_and_closing_many_times_leaves_nothing_behind() -> None:

@@ -9,6 +9,8 @@ import os
 
 import torch
 
+from afd_ops.heap.shm import available_memory
+
 
 class LocalSegment:
     def __init__(self, heap: LocalHeap, nbytes: int) -> None:
@@ -56,7 +58,7 @@ class LocalHeap:
     def free_bytes(self) -> int:
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return available_memory()
 
     def allocate(self, nbytes: int) -> LocalSegment:
         return LocalSegment(self, nbytes)

@@ -13,27 +13,40 @@ from pathlib import Path
 
 import torch
 
+_libc = ctypes.CDLL(None, use_errno=True)  # Python's mmap would keep a copy of the descriptor
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
-def _map(fd: int, nbytes: int) -> tuple[mmap.mmap, int]:
-    memory = mmap.mmap(fd, nbytes)
-    view = ctypes.c_char.from_buffer(memory)
-    address = ctypes.addressof(view)
-    del view  # an exported buffer would keep close() from unmapping
-    return memory, address
+
+def _map(fd: int, nbytes: int) -> int:
+    address: int = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{nbytes} bytes of shared memory cannot be mapped: {os.strerror(error)}")
+    return address
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be had: what is free, and what the kernel would give up for it."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class ShmSegment:
     def __init__(self, nbytes: int) -> None:
         self._fd: int | None = os.memfd_create("afd_ops", os.MFD_CLOEXEC)
-        self._maps: list[mmap.mmap] = []
+        self._maps: list[tuple[int, int]] = []  # addresses and sizes
         try:
             os.fchmod(self._fd, 0o600)
             os.posix_fallocate(self._fd, 0, nbytes)  # too little memory raises here, not as a SIGBUS in the first op
-            memory, self.address = _map(self._fd, nbytes)
+            self.address = _map(self._fd, nbytes)
         except BaseException:
             self.close()
             raise
-        self._maps.append(memory)
+        self._maps.append((self.address, nbytes))
         stat = os.fstat(self._fd)
         self.handle = f"{os.getpid()}:{self._fd}:{stat.st_dev}:{stat.st_ino}:{nbytes}"
 
@@ -55,10 +68,10 @@ class ShmSegment:
                 raise RuntimeError(
                     f"{path} is not the shared memory its rank announced; are ranks in other containers?"
                 )
-            memory, address = _map(opened, nbytes)
+            address = _map(opened, nbytes)
         finally:
             os.close(opened)
-        self._maps.append(memory)
+        self._maps.append((address, nbytes))
         return address
 
     def seal(self) -> None:
@@ -69,7 +82,7 @@ class ShmSegment:
     def close(self) -> None:
         self.seal()
         while self._maps:
-            self._maps.pop().close()
+            _libc.munmap(*self._maps.pop())
 
 
 class ShmHeap:
@@ -83,10 +96,7 @@ class ShmHeap:
         self.device = torch.device("cpu")
 
     def free_bytes(self) -> int:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return available_memory()
 
     def allocate(self, nbytes: int) -> ShmSegment:
         return ShmSegment(nbytes)
