@@ -27,12 +27,23 @@ def torch_is_visible() -> bool:
     """True once `import torch` works, if need be by the site-packages that build isolation hides."""
     if importlib.util.find_spec("torch"):
         return True
-    for scheme in ("purelib", "platlib"):
-        site = Path(sysconfig.get_path(scheme))
-        if (site / "torch").is_dir():
-            sys.path.append(str(site))  # appended, so that the isolated setuptools still wins
-            return True
+    environments = [{}]
+    if sys.prefix != sys.base_prefix and uses_system_packages(Path(sys.prefix)):
+        environments.append({"base": sys.base_prefix, "platbase": sys.base_prefix})
+    for variables in environments:
+        for scheme in ("purelib", "platlib"):
+            site = Path(sysconfig.get_path(scheme, vars=variables))
+            if (site / "torch").is_dir():
+                sys.path.append(str(site))  # appended, so that the isolated setuptools still wins
+                return True
     return False
+
+
+def uses_system_packages(venv: Path) -> bool:
+    """Whether a virtual environment was made with --system-site-packages."""
+    config = venv / "pyvenv.cfg"
+    lines = config.read_text().splitlines() if config.exists() else []
+    return any(line.replace(" ", "").lower() == "include-system-site-packages=true" for line in lines)
 
 
 HAVE_TORCH = torch_is_visible()  # at import: every hook runs in a process of its own
@@ -98,14 +109,16 @@ def build() -> None:
         )
     ]
     if cuda_wanted():
-        home = cuda_home()
+        home, kernels = cuda_home(), sources("cuda/*.cpp", "cuda/*.cu")
+        if not kernels:
+            sys.exit("the CUDA half is wanted, but csrc/cuda has no sources; set AFD_CUDA=0 to build without it")
         targets = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")  # there may be no GPU to ask
         os.environ["CUDA_HOME"] = cpp_extension.CUDA_HOME = str(home)
         extensions.append(
             # CppExtension, not CUDAExtension: that one links CUDA parts of torch, which a CPU build has not.
             CppExtension(
                 "afd_ops._C_cuda",
-                ["csrc/control.cpp", *sources("cuda/*.cpp", "cuda/*.cu")],
+                ["csrc/control.cpp", *kernels],
                 depends=headers,
                 include_dirs=[f"{home}/include"],
                 library_dirs=[f"{home}/lib64"],

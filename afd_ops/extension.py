@@ -30,13 +30,17 @@ def load() -> None:
     """
     import torch  # loads libtorch, against which the extension is linked
 
-    try:
-        extension = importlib.import_module("afd_ops._C")
-    except ImportError as error:
-        raise ImportError(f"the extension of afd_ops does not load ({error}); build it with: {BUILD}") from error
-    _refuse_if_stale(extension)
+    halves = ["_C"]
     if torch.version.cuda and (Path(__file__).parent / "_C_cuda.abi3.so").exists():
-        _refuse_if_stale(importlib.import_module("afd_ops._C_cuda"))
+        halves.append("_C_cuda")
+    for half in halves:
+        try:
+            extension = importlib.import_module(f"afd_ops.{half}")
+        except ImportError as error:
+            raise ImportError(
+                f"the extension of afd_ops does not load ({half}: {error}); build it with: {BUILD}"
+            ) from error
+        _refuse_if_stale(extension)
 
 
 def _refuse_if_stale(extension: ModuleType) -> None:

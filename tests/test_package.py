@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import pickle
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,51 @@ def test_a_stale_extension_says_what_to_run(tmp_path: Path) -> None:
     last = python(LOAD, tmp_path).stderr.splitlines()[-1]
     assert last.startswith(f"ImportError: the extension of afd_ops was built from other sources ({_C.SOURCE_DIGEST})")
     assert last.endswith(f"build it again with: {BUILD}")
+
+
+def test_a_cuda_half_that_does_not_load_says_what_to_run(tmp_path: Path) -> None:
+    """fault: a bare error of the dynamic linker, from `import afd_ops`."""
+    (checkout(tmp_path) / "afd_ops" / "_C_cuda.abi3.so").write_bytes(b"not a library")
+    last = python(
+        LOAD.replace("import afd_ops, torch", "import torch; torch.version.cuda = '13.0'; import afd_ops"), tmp_path
+    )
+    line = last.stderr.splitlines()[-1]
+    assert line.startswith("ImportError: the extension of afd_ops does not load (_C_cuda: "), last.stderr
+    assert line.endswith(f"build it with: {BUILD}")
+
+
+def test_a_source_distribution_holds_every_source(tmp_path: Path) -> None:
+    """fault: built without a CUDA toolkit it lacks the kernels, and where there is one an empty half is built."""
+    root = PACKAGE.parent
+    checkout(tmp_path, extension=False)
+    for name in ("setup.py", "pyproject.toml", "README.md", "MANIFEST.in"):
+        shutil.copy(root / name, tmp_path)
+    result = python("import setup; print(setup.build_sdist('dist'))", tmp_path)
+    assert result.returncode == 0, result.stderr
+    with tarfile.open(tmp_path / "dist" / result.stdout.splitlines()[-1]) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {str(path.relative_to(root)) for path in (root / "csrc").rglob("*") if path.is_file()}
+    assert sources <= held, sources - held
+
+
+def test_torch_of_the_system_is_seen_from_a_venv_that_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fault: a venv made with --system-site-packages downloads torch a second time to build against."""
+    spec = importlib.util.spec_from_file_location("afd_setup", PACKAGE.parent / "setup.py")
+    assert spec and spec.loader
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    (tmp_path / "system" / "torch").mkdir(parents=True)
+    config = tmp_path / "pyvenv.cfg"
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(
+        setup.sysconfig, "get_path", lambda scheme, vars: str(tmp_path / ("system" if vars else "venv"))
+    )
+    config.write_text("include-system-site-packages = false\n")
+    assert not setup.torch_is_visible()
+    config.write_text("home = /usr\ninclude-system-site-packages = true\n")
+    assert setup.torch_is_visible() and sys.path[-1] == str(tmp_path / "system")
 
 
 def test_the_digest_names_every_source_by_path_and_content(tmp_path: Path) -> None:
