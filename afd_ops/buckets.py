@@ -30,8 +30,9 @@ def expected_rows(
         share: of all choices, how many fall to this rank's experts; by default as many as it owns of all experts.
             Measured: rows / (tokens x topk).
     """
+    owned = len(topology.experts_of(ffn_rank))
     if share is None:
-        share = len(topology.experts_of(ffn_rank)) / topology.num_experts
+        share = owned / topology.num_experts
     if not 0 <= share <= 1:
         raise ValueError(f"share is {share}, expected 0 to 1")
     rows: Counter[int] = Counter()

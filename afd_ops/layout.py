@@ -67,6 +67,8 @@ class Geometry:
             ("depth", depth, _C.MAX_DEPTH),
             ("layers", ANY_LAYERS if layers is None else layers, ANY_LAYERS),
         ):
+            if not isinstance(value, int):
+                raise ValueError(f"{name} is {value!r}, expected an int")
             if value < 1 or (most is not None and value > most):
                 raise ValueError(f"{name} is {value}, expected 1 {'or more' if most is None else f'to {most}'}")
         if dtype not in PAYLOAD_DTYPES:

@@ -86,7 +86,8 @@ class Topology:
         return range(self.attention_size)
 
     def experts_of(self, ffn_rank: int) -> list[int]:
-        """Logical experts of an FFN rank, in local order."""
+        """Logical experts of an FFN rank, in local order. Raises ValueError if there is no such rank."""
+        self.world_rank("ffn", ffn_rank)
         owned = [(local, expert) for expert, (rank, local) in enumerate(self.expert_map) if rank == ffn_rank]
         return [expert for _, expert in sorted(owned)]
 

@@ -96,8 +96,13 @@ def split_step(attention: float, round_trips: float, pieces: int) -> float:
     Args:
         attention: of all ubatches in all layers, one after the other, with nothing sent.
         round_trips: of all ubatches in all layers, one after the other, with nothing computed meanwhile.
-        pieces: ubatches x layers.
+        pieces: ubatches x layers, 1 or more.
+
+    Raises:
+        ValueError: pieces is less.
     """
+    if pieces < 1:
+        raise ValueError(f"pieces is {pieces}, expected 1 or more")
     return max(attention, round_trips) + min(attention, round_trips) / pieces
 
 

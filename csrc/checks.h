@@ -26,6 +26,16 @@ inline const char* type_name(ScalarType t) {
       return "float8_e4m3fn";
     case ScalarType::Double:
       return "float64";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
     case ScalarType::Int:
       return "int32";
     case ScalarType::Long:

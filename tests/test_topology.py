@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from afd_ops import Topology
+from afd_ops import Topology, expected_rows
 
 topologies = st.builds(Topology, st.integers(1, 9), st.integers(1, 9), st.integers(1, 40))
 
@@ -97,6 +97,8 @@ def test_a_bad_field_is_named_with_its_value(arguments: tuple[Any, ...], message
         (lambda t: t.role_rank(-1), "world rank is -1, expected 0 to 3"),
         (lambda t: t.world_rank("attention", 3), "attention rank is 3, expected 0 to 2"),
         (lambda t: t.world_rank("ffn", -1), "ffn rank is -1, expected 0 to 0"),
+        (lambda t: t.experts_of(3), "ffn rank is 3, expected 0 to 0"),  # a world rank
+        (lambda t: expected_rows(t, 1, topk=1, tokens=[1], share=0.5), "ffn rank is 1, expected 0 to 0"),
     ],
 )
 def test_a_rank_outside_its_group_is_named(call: Any, message: str) -> None:
