@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import site
 import sys
 import sysconfig
 from pathlib import Path
@@ -27,15 +28,13 @@ def torch_is_visible() -> bool:
     """True once `import torch` works, if need be by the site-packages that build isolation hides."""
     if importlib.util.find_spec("torch"):
         return True
-    environments = [{}]
+    places = [sysconfig.get_path(scheme) for scheme in ("purelib", "platlib")]
     if sys.prefix != sys.base_prefix and uses_system_packages(Path(sys.prefix)):
-        environments.append({"base": sys.base_prefix, "platbase": sys.base_prefix})
-    for variables in environments:
-        for scheme in ("purelib", "platlib"):
-            site = Path(sysconfig.get_path(scheme, vars=variables))
-            if (site / "torch").is_dir():
-                sys.path.append(str(site))  # appended, so that the isolated setuptools still wins
-                return True
+        places += site.getsitepackages([sys.base_prefix])
+    for place in places:
+        if (Path(place) / "torch").is_dir():
+            sys.path.append(place)  # appended, so that the isolated setuptools still wins
+            return True
     return False
 
 

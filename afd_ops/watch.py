@@ -11,7 +11,10 @@ from pathlib import Path
 
 def process_namespace() -> str:
     """Where a process id of this process means the same: this boot of this host, and the pid namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # a container may hide it
+        boot = os.uname().nodename
     return f"boot {boot}, {Path('/proc/self/ns/pid').readlink()}"
 
 

@@ -138,7 +138,7 @@ class Window:
             if not isinstance(value, (int, float)) or not 0 < value < 2**63 / 1e9:
                 raise ValueError(f"{name} is {value}, expected more than 0 and less than {2**63 / 1e9:.1e} seconds")
         if rows is not None and not (isinstance(rows, int) and tokens * topk <= rows < 2**31):
-            raise ValueError(f"rows is {rows}, expected tokens x topk = {tokens * topk} (one arrival) to {2**31 - 1}")
+            raise ValueError(f"rows is {rows!r}, expected tokens x topk = {tokens * topk} (one arrival) to {2**31 - 1}")
         self.role: Role = topology.role(rank)
         self.role_rank = topology.role_rank(rank)
         fields: dict[str, Any] = dict(zip(_C.GEOMETRY, self.geometry.words, strict=True))
@@ -279,19 +279,18 @@ class Window:
         """Around one step of an engine: typed errors inside, `check()` at the end.
 
         An exception that escapes between a dispatch and its combine poisons the window until `reset()`: nobody will
-        take the reply that is on its way, and it must not meet the next request. What other threads send does not
-        count; of a thread's dispatches the oldest is taken to be combined first.
+        take the reply that is on its way, and it must not meet the next request. What other threads dispatch does
+        not count. A request is told by its port tensor, which dispatch and combine must share, as the modules do.
         """
         self._require_own()
         half = self.device_half or _C
-        generation, (before, _) = self.generation, half.calls(self.id)
+        generation, begun = self.generation, half.trips_clock(self.id)
         try:
             yield
         except BaseException as error:
-            if not self.closed and self.generation == generation:  # what a reset has dropped needs no poison
-                dispatches, combines = half.calls(self.id)
-                if dispatches > before and dispatches > combines:
-                    self.poison(generation)
+            # What a reset has dropped needs no poison.
+            if not self.closed and self.generation == generation and half.owes(self.id, begun):
+                self.poison(generation)
             if isinstance(error, Exception):
                 self.raise_typed(error)
             raise
@@ -331,15 +330,13 @@ class Window:
     def poison(self, generation: int | None = None) -> None:
         """This rank gives up: its window stops and its peers are told. Ends with `reset()` or `close()`.
 
+        Nothing happens if it has stopped already, or if a reset is under way or has failed.
+
         Args:
             generation: nothing happens if the window is at another one by now; by default the one it is at.
         """
         self._require_own()
-        wanted = self.generation if generation is None else generation
-        if self.device_half is None:
-            _C.poison(self.id, wanted)
-        elif wanted == self.generation:
-            self.device_half.poison(self.id)
+        (self.device_half or _C).poison(self.id, self.generation if generation is None else generation)
 
     def stats(self) -> dict[str, Any]:
         """Counters since construction: dispatches, combines, items, replies, rows, tokens; per peer bytes_sent and, on

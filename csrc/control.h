@@ -134,11 +134,13 @@ int64_t publish(Control* control);
 void publish_as(int64_t window, Control* control);  // in the CUDA half, under the id it has in the other
 Control* find(int64_t window);                      // nullptr if there never was one
 
-// What the calling thread has called of a window, in its present generation, with success.
-struct Calls {
-  int64_t generation = 0, dispatches = 0, combines = 0;
-};
-Calls& calls_of(int64_t window);
+// Round trips that this process has begun and not ended, by the port they go through; kept by the host, because a
+// device's rings are not asked. `owes`: whether the calling thread has, since clock() was `since`, dispatched through a
+// port that still waits for a combine, whoever calls that.
+void note_dispatch(int64_t window, const void* port);
+void note_combine(int64_t window, const void* port);
+int64_t trips_clock(int64_t window);
+bool owes(int64_t window, int64_t since);
 
 // Error records. `where` says at which point of the protocol; the caller adds kind and peer (role rank, -1: itself).
 AFD_HD inline ErrorRecord where(Op op, int32_t layer, int32_t stage, int64_t ring, int64_t sequence) {

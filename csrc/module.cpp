@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "control.h"
@@ -319,15 +320,27 @@ PyObject* to_dict(const Control& c, const ErrorRecord& r) {
   return out;
 }
 
+// What stops an attention rank on the CPU: a peer that has ended and is not masked.
+std::optional<ErrorRecord> ended_peer(Control& c) {
+  for (int32_t p = 0; c.role == kAttention && c.on_device == 0 && p < c.peers; ++p) {
+    const int32_t sticky = atomic(word(c.window, c.layout.sticky, p)).load(std::memory_order_acquire);
+    if (sticky != kAlive && sticky != kLeft && atomic(c.masked[p]).load() == 0)
+      return ended(where(Op::host, -1, -1, -1, -1), p, sticky);
+  }
+  return std::nullopt;
+}
+
 PyObject* check(PyObject*, PyObject* args) {
   const Inside inside(args);
   Control* c = inside.control();
   if (c == nullptr) return nullptr;
-  const bool looks = c->role == kAttention && c->on_device == 0 && atomic(c->abort).load() == 0;
-  for (int32_t p = 0; looks && p < c->peers && atomic(c->failed).load() == 0; ++p) {
-    const int32_t sticky = atomic(word(c->window, c->layout.sticky, p)).load(std::memory_order_acquire);
-    if (sticky != kAlive && sticky != kLeft && atomic(c->masked[p]).load() == 0)
-      fail(*c, ended(where(Op::host, -1, -1, -1, -1), p, sticky));
+  if (atomic(c->failed).load() == 0) {
+    if (auto r = ended_peer(*c); r && atomic(c->abort).load() == 0) {
+      fail(*c, *r);
+    } else if (r) {  // a reset is under way and drops it, or has failed: nothing is written
+      r->generation = c->generation;
+      return to_dict(*c, *r);
+    }
   }
   if (atomic(c->failed).load() == 0) {
     // What a kernel could only report: a bad id, treated as none.
@@ -358,6 +371,8 @@ PyObject* poison(PyObject*, PyObject* args) {
   Control* c = inside.control();
   if (c == nullptr) return nullptr;
   if (atomic(c->abort).load() != 0 || c->generation != generation) Py_RETURN_NONE;
+  if (const auto r = ended_peer(*c)) fail(*c, *r);  // its name, not ours
+  if (atomic(c->failed).load() != 0) Py_RETURN_NONE;
   ErrorRecord r = where(Op::host, -1, -1, -1, -1);
   r.kind = static_cast<int32_t>(Kind::Failed);
   fail(*c, r);
@@ -383,13 +398,17 @@ Control* control_and_peer(PyObject* args, int& peer) {
   return c;
 }
 
-// The peer's process is gone: what it would have written into our window is written for it. One that left may go.
+// The peer's process is gone: what it would have written into our window is written for it. One that left may go. Of no
+// interest any more once the window is closed.
 PyObject* peer_gone(PyObject*, PyObject* args) {
   int peer = 0;
   Control* c = control_and_peer(args, peer);
   if (c == nullptr) return nullptr;
+  atomic(c->active).fetch_add(1);
   int32_t expected = kAlive;
-  atomic(word(c->window, c->layout.sticky, peer)).compare_exchange_strong(expected, kGone);
+  if (atomic(c->closed).load() == 0)
+    atomic(word(c->window, c->layout.sticky, peer)).compare_exchange_strong(expected, kGone);
+  atomic(c->active).fetch_sub(1);
   Py_RETURN_NONE;
 }
 
@@ -424,11 +443,16 @@ PyObject* in_flight(PyObject*, PyObject* args) {
   return PyLong_FromLongLong(n);
 }
 
-PyObject* calls(PyObject*, PyObject* args) {
+PyObject* py_trips_clock(PyObject*, PyObject* args) {
   long long window = 0;
   if (control_of(args) == nullptr || !PyArg_ParseTuple(args, "L", &window)) return nullptr;
-  const Calls& mine = calls_of(window);
-  return Py_BuildValue("(LL)", static_cast<long long>(mine.dispatches), static_cast<long long>(mine.combines));
+  return PyLong_FromLongLong(trips_clock(window));
+}
+
+PyObject* py_owes(PyObject*, PyObject* args) {
+  long long window = 0, since = 0;
+  if (control_and(args, since) == nullptr || !PyArg_ParseTuple(args, "LL", &window, &since)) return nullptr;
+  return PyBool_FromLong(owes(window, since));
 }
 
 PyObject* stats(PyObject*, PyObject* args) {
@@ -484,8 +508,10 @@ PyMethodDef kMethods[] = {
     {"mask", mask, METH_VARARGS, "mask(window, peer): leave this F rank out until reset()"},
     {"masked", masked, METH_VARARGS, "masked(window) -> 0 or 1 per peer"},
     {"regions", regions, METH_VARARGS, "regions(window) -> a sticky state per peer, as acted on"},
-    {"in_flight", in_flight, METH_VARARGS, "in_flight(window) -> dispatches without their combine"},
-    {"calls", calls, METH_VARARGS, "calls(window) -> dispatches, combines of this thread in this generation"},
+    {"in_flight", in_flight, METH_VARARGS, "in_flight(window) -> dispatches without their combine, for tests"},
+    {"trips_clock", py_trips_clock, METH_VARARGS, "trips_clock(window) -> how many dispatches there were"},
+    {"owes", py_owes, METH_VARARGS,
+     "owes(window, since) -> whether this thread's dispatches since then wait for combine"},
     {"stats", stats, METH_VARARGS, "stats(window) -> dict of counters"},
     {"addresses", addresses, METH_VARARGS, "addresses(window) -> dict, for tests and debuggers"},
     {nullptr, nullptr, 0, nullptr}};

@@ -153,9 +153,8 @@ def test_torch_of_the_system_is_seen_from_a_venv_that_uses_it(tmp_path: Path, mo
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(
-        setup.sysconfig, "get_path", lambda scheme, vars: str(tmp_path / ("system" if vars else "venv"))
-    )
+    monkeypatch.setattr(setup.sysconfig, "get_path", lambda scheme: str(tmp_path / "venv"))
+    monkeypatch.setattr(setup.site, "getsitepackages", lambda prefixes: [str(tmp_path / "system")])
     config.write_text("include-system-site-packages = false\n")
     assert not setup.torch_is_visible()
     config.write_text("home = /usr\ninclude-system-site-packages = true\n")

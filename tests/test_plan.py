@@ -137,7 +137,7 @@ def test_a_64_bit_id_is_not_cut_to_32_bits(bad: int) -> None:
     [
         (dict(topk_ids=torch.zeros(3)), "topk_ids has 1 dimensions, expected 2"),
         (dict(topk_ids=torch.zeros(3, 2)), "topk_ids is float32, expected int32 or int64"),
-        (dict(topk_ids=torch.zeros(3, 2, dtype=torch.int16)), "topk_ids is another dtype, expected int32 or int64"),
+        (dict(topk_ids=torch.zeros(3, 2, dtype=torch.int16)), "topk_ids is int16, expected int32 or int64"),
         (dict(expert_map=torch.zeros(5, dtype=torch.int32)), "expert_map has 1 dimensions, expected 2"),
         (dict(expert_map=torch.zeros(5, 3, dtype=torch.int32)), "expert_map has size 3 in dimension 1, expected 2"),
         (dict(expert_map=torch.zeros(5, 2, dtype=torch.int64)), "expert_map is int64, expected int32"),

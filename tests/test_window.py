@@ -399,6 +399,32 @@ def test_a_step_answers_for_its_own_thread_only(mine: bool) -> None:
             other(elsewhere[0].assert_answered)
 
 
+def test_a_step_that_raises_does_not_hide_the_peer_that_failed() -> None:
+    """fault: the window's own poison comes first, and check() names this rank instead of the peer."""
+    with harness.windows(PAIR) as (attention, ffn):
+        with pytest.raises(ValueError), attention.step():
+            ask(attention)
+            ffn.poison()
+            raise ValueError
+        with pytest.raises(afd_ops.PeerFailedError):
+            attention.check()
+        assert [record["peer"] for record in attention.errors()] == [0]
+
+
+def test_a_step_may_combine_its_lanes_in_any_order_and_leave_to_another_thread_what_it_sends() -> None:
+    """fault: a lane of an earlier step is in flight, this step's has come back, and an exception stops both."""
+    with harness.windows(PAIR, stages=2) as (attention, ffn):
+        old, server = ask(attention), server_of(ffn)
+        assert server.step() == 1
+        with pytest.raises(ValueError), attention.step():
+            new = ask(attention, stage=1)
+            assert server.step() == 1
+            together(new.assert_answered)
+            raise ValueError
+        attention.check()
+        old.assert_answered()
+
+
 @pytest.mark.parametrize("refused", ["argument", "ring"])
 def test_a_refused_call_does_not_stop_what_is_in_flight(refused: str) -> None:
     """fault: an error that sent nothing poisons the window, because other lanes of it happen to be in flight."""
@@ -587,6 +613,17 @@ def test_a_poison_that_a_reset_has_overtaken_is_dropped() -> None:
             attention.check()
 
 
+def test_after_a_reset_that_failed_check_still_names_the_dead() -> None:
+    """fault: a window that refuses every op for good is called healthy."""
+    with harness.windows(PAIR) as (attention, _):
+        _C.peer_gone(attention.id, 0)
+        _C.set_abort(attention.id)
+        with pytest.raises(afd_ops.PeerFailedError, match="process ended"):
+            attention.check()
+        assert attention.errors() == []
+
+
+@on_every_device
 def test_during_a_reset_nobody_is_poisoned() -> None:
     """fault: as above; the peer has cleared its words already when they are written."""
     with harness.windows(PAIR) as (attention, ffn):

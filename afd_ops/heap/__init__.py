@@ -39,7 +39,7 @@ class Heap(Protocol):
         device: where the memory lies; ops run on tensors of this device.
         capturable: whether ops on it can be captured in a CUDA graph.
         per_role: whether ranks may allocate different sizes.
-        reach: "process", "host" or "nvlink": how far apart ranks may be.
+        reach: "process" or "host": how far apart ranks may be.
     """
 
     device: torch.device

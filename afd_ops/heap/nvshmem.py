@@ -83,7 +83,7 @@ class NvshmemHeap:
 
     capturable = True
     per_role = False
-    reach = "nvlink"
+    reach = "host"
 
     def __init__(self, bootstrap: Bootstrap, device: torch.device | str | None = None) -> None:
         self.device = torch.device(device if device is not None else f"cuda:{torch.cuda.current_device()}")

@@ -122,7 +122,7 @@ Tensor dispatch_cuda(const Tensor& x, const Tensor& topk_ids, const Tensor& topk
   launch_dispatch(entry.device(), rows, ids_of(topk_ids), weights, ints(port), ints(ticket), stream_of(x));
   entry.launched();
   count(entry.host().pending, 1);
-  ++calls_of(window).dispatches;
+  note_dispatch(window, port.const_data_ptr());
   return ticket;
 }
 
@@ -193,7 +193,7 @@ Tensor combine_cuda(const Tensor& ticket, const Tensor& base, const Tensor& port
                  stream_of(base));
   entry.launched();
   count(entry.host().pending, -1);
-  ++calls_of(window).combines;
+  note_combine(window, port.const_data_ptr());
   return out;
 }
 

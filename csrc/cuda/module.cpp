@@ -52,12 +52,15 @@ class OnDevice {
   int before_ = 0;
 };
 
-DeviceWindow* window_of(PyObject* args) {
-  long long id = 0;
-  if (!PyArg_ParseTuple(args, "L", &id)) return nullptr;
+DeviceWindow* window_at(long long id) {
   DeviceWindow* w = id > 0 && id < kMaxWindows ? g_device_windows[id].load() : nullptr;
   if (w == nullptr) PyErr_Format(PyExc_ValueError, "window %lld has no device half", id);
   return w;
+}
+
+DeviceWindow* window_of(PyObject* args) {
+  long long id = 0;
+  return PyArg_ParseTuple(args, "L", &id) ? window_at(id) : nullptr;
 }
 
 // A device half while it is built: gives back what it has got unless `finished`.
@@ -220,9 +223,7 @@ PyObject* adopt(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-PyObject* sticky(PyObject* args, int32_t value) {
-  DeviceWindow* w = window_of(args);
-  if (w == nullptr) return nullptr;
+PyObject* sticky(DeviceWindow* w, int32_t value) {
   const OnDevice on(w->device);
   launch_sticky(w->control, value, w->stream);
   CUDA_OR_RETURN(cudaGetLastError());
@@ -234,8 +235,25 @@ PyObject* sticky(PyObject* args, int32_t value) {
   Py_RETURN_NONE;
 }
 
-PyObject* poison(PyObject*, PyObject* args) { return sticky(args, kPoisoned); }
-PyObject* leave(PyObject*, PyObject* args) { return sticky(args, kLeft); }
+// As csrc/module.cpp's: not into another generation, and a reset that begins now waits until this ends.
+PyObject* poison(PyObject*, PyObject* args) {
+  long long id = 0, generation = 0;
+  if (!PyArg_ParseTuple(args, "LL", &id, &generation)) return nullptr;
+  DeviceWindow* w = window_at(id);
+  if (w == nullptr) return nullptr;
+  Control& host = *w->control.mapped;
+  atomic(host.active).fetch_add(1);
+  const bool late = atomic(host.closed).load() != 0 || atomic(host.abort).load() != 0 ||
+                    host.generation != generation || atomic(host.failed).load() != 0;
+  PyObject* done = late ? Py_NewRef(Py_None) : sticky(w, kPoisoned);
+  atomic(host.active).fetch_sub(1);
+  return done;
+}
+
+PyObject* leave(PyObject*, PyObject* args) {
+  DeviceWindow* w = window_of(args);
+  return w != nullptr ? sticky(w, kLeft) : nullptr;
+}
 
 PyObject* synchronize(PyObject*, PyObject* args) {
   DeviceWindow* w = window_of(args);
@@ -416,11 +434,16 @@ PyObject* next_item(PyObject*, PyObject* args) {
                        graph == end ? -1 : static_cast<int>(graph - graphs));
 }
 
-PyObject* calls(PyObject*, PyObject* args) {
+PyObject* py_trips_clock(PyObject*, PyObject* args) {
   long long window = 0;
   if (window_of(args) == nullptr || !PyArg_ParseTuple(args, "L", &window)) return nullptr;
-  const Calls& mine = calls_of(window);
-  return Py_BuildValue("(LL)", static_cast<long long>(mine.dispatches), static_cast<long long>(mine.combines));
+  return PyLong_FromLongLong(trips_clock(window));
+}
+
+PyObject* py_owes(PyObject*, PyObject* args) {
+  long long window = 0, since = 0;
+  if (!PyArg_ParseTuple(args, "LL", &window, &since)) return nullptr;
+  return window_at(window) != nullptr ? PyBool_FromLong(owes(window, since)) : nullptr;
 }
 
 // Counters live on the device; this copies them into the host half, whose stats() then reads them.
@@ -473,7 +496,7 @@ PyObject* enable_peer_access(PyObject*, PyObject* args) {
 
 PyMethodDef kMethods[] = {
     {"adopt", adopt, METH_VARARGS, "adopt(window, control address, device): build the device half"},
-    {"poison", poison, METH_VARARGS, "poison(window)"},
+    {"poison", poison, METH_VARARGS, "poison(window, generation)"},
     {"leave", leave, METH_VARARGS, "leave(window)"},
     {"synchronize", synchronize, METH_VARARGS, "synchronize(window): all work of its device has ended"},
     {"rewind", rewind, METH_VARARGS, "rewind(window)"},
@@ -483,7 +506,9 @@ PyMethodDef kMethods[] = {
      "arrive_and_receive(window, item, rows, scales, capacity, offsets, stream): into these addresses"},
     {"next_item", next_item, METH_VARARGS,
      "next_item(window, timeout_ns, table, table words, stream) -> (count, layer, rows, graph) or None"},
-    {"calls", calls, METH_VARARGS, "calls(window) -> dispatches, combines of this thread in this generation"},
+    {"trips_clock", py_trips_clock, METH_VARARGS, "trips_clock(window) -> how many dispatches there were"},
+    {"owes", py_owes, METH_VARARGS,
+     "owes(window, since) -> whether this thread's dispatches since then wait for combine"},
     {"fetch_stats", fetch_stats, METH_VARARGS, "fetch_stats(window): into the host half"},
     {"addresses", addresses, METH_VARARGS, "addresses(window) -> dict, for tests and debuggers"},
     {"enable_peer_access", enable_peer_access, METH_VARARGS, "enable_peer_access(device, peer device)"},
