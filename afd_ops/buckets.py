@@ -30,7 +30,7 @@ def expected_rows(
         share: of all choices, how many fall to this rank's experts; by default as many as it owns of all experts.
             Measured: rows / (tokens x topk).
     """
-    owned = len(topology.experts_of(ffn_rank))
+    owned = len(topology.experts_of(ffn_rank))  # refuses a rank that there is not, also where share is given
     if share is None:
         share = owned / topology.num_experts
     if not 0 <= share <= 1:

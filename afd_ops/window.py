@@ -283,13 +283,12 @@ class Window:
         not count. A request is told by its port tensor, which dispatch and combine must share, as the modules do.
         """
         self._require_own()
-        half = self.device_half or _C
-        generation, begun = self.generation, half.trips_clock(self.id)
+        generation, begun = self.generation, _C.trips_clock(self.id)
         try:
             yield
         except BaseException as error:
             # What a reset has dropped needs no poison.
-            if not self.closed and self.generation == generation and half.owes(self.id, begun):
+            if not self.closed and self.generation == generation and _C.owes(self.id, begun):
                 self.poison(generation)
             if isinstance(error, Exception):
                 self.raise_typed(error)

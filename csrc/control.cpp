@@ -3,13 +3,9 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstring>
-#include <mutex>
-#include <thread>
-#include <unordered_map>
 
 namespace afd {
 
@@ -75,57 +71,6 @@ void publish_as(int64_t window, Control* control) { g_windows[window].store(cont
 
 Control* find(int64_t window) {
   return window > 0 && window < kMaxWindows ? g_windows[window].load(std::memory_order_acquire) : nullptr;
-}
-
-namespace {
-
-struct Lane {
-  int64_t open = 0, last = 0;  // dispatches without their combine; when the last of them was
-  std::thread::id by;
-};
-struct Trips {
-  int64_t generation = 0, clock = 0;
-  std::unordered_map<const void*, Lane> lanes;  // by the address of the port
-};
-
-// Module state as above: an op has its window's id only. Of a few windows, each with a port per layer and stage.
-std::mutex g_trips_mutex;
-std::unordered_map<int64_t, Trips> g_trips;
-
-Trips& trips_of(int64_t window) {
-  Trips& t = g_trips[window];
-  const int64_t generation = find(window)->generation;
-  if (t.generation != generation) t.generation = generation, t.lanes.clear();  // a reset has dropped them
-  return t;
-}
-
-}  // namespace
-
-void note_dispatch(int64_t window, const void* port) {
-  const std::lock_guard lock(g_trips_mutex);
-  Trips& t = trips_of(window);
-  Lane& lane = t.lanes[port];
-  lane = {lane.open + 1, ++t.clock, std::this_thread::get_id()};
-}
-
-void note_combine(int64_t window, const void* port) {
-  const std::lock_guard lock(g_trips_mutex);
-  Lane& lane = trips_of(window).lanes[port];
-  if (lane.open > 0) --lane.open;
-}
-
-int64_t trips_clock(int64_t window) {
-  const std::lock_guard lock(g_trips_mutex);
-  return trips_of(window).clock;
-}
-
-bool owes(int64_t window, int64_t since) {
-  const std::lock_guard lock(g_trips_mutex);
-  const Trips& t = trips_of(window);
-  return std::any_of(t.lanes.begin(), t.lanes.end(), [since](const auto& entry) {
-    const Lane& lane = entry.second;
-    return lane.open > 0 && lane.last > since && lane.by == std::this_thread::get_id();
-  });
 }
 
 std::string describe(const Control& c, const ErrorRecord& r) {

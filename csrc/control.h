@@ -33,6 +33,8 @@ enum Counter : int32_t {
       kCounters
 };
 
+class Trips;  // trips.h
+
 struct Control {
   Geometry geometry;
   Layout layout;
@@ -68,7 +70,7 @@ struct Control {
   int64_t* slots_taken;  // F [peers]
   int64_t* rows_taken;   // F [peers]
   int64_t counters[kCounters];
-  int64_t pending;      // dispatches less combines that this process has called; a device's rings are not asked
+  Trips* trips;         // the host's, of whatever device
   int64_t arena_bytes;  // of the one allocation that begins with this Control and holds all its arrays
 
   AFD_HD int64_t slots() const { return peers * layout.slots_per_region; }
@@ -133,14 +135,6 @@ int64_t now_ns();
 int64_t publish(Control* control);
 void publish_as(int64_t window, Control* control);  // in the CUDA half, under the id it has in the other
 Control* find(int64_t window);                      // nullptr if there never was one
-
-// Round trips that this process has begun and not ended, by the port they go through; kept by the host, because a
-// device's rings are not asked. `owes`: whether the calling thread has, since clock() was `since`, dispatched through a
-// port that still waits for a combine, whoever calls that.
-void note_dispatch(int64_t window, const void* port);
-void note_combine(int64_t window, const void* port);
-int64_t trips_clock(int64_t window);
-bool owes(int64_t window, int64_t since);
 
 // Error records. `where` says at which point of the protocol; the caller adds kind and peer (role rank, -1: itself).
 AFD_HD inline ErrorRecord where(Op op, int32_t layer, int32_t stage, int64_t ring, int64_t sequence) {

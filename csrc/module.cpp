@@ -12,6 +12,7 @@
 
 #include "control.h"
 #include "cpu/wait.h"
+#include "trips.h"
 
 #ifndef AFD_SOURCE_DIGEST
 #error "setup.py defines AFD_SOURCE_DIGEST"
@@ -177,7 +178,7 @@ void clear_state(Control& c) {
   std::fill_n(c.masked, c.peers, 0);
   std::fill_n(c.records, c.peers + 1, ErrorRecord{});
   c.cursor = 0;
-  c.pending = 0;
+  c.trips->clear();
   atomic(c.failed).store(0);
 }
 
@@ -215,6 +216,7 @@ PyObject* open(PyObject*, PyObject* args) {
   auto* c = static_cast<Control*>(memory);
   *c = blank;
   place_arrays(*c, static_cast<char*>(memory));
+  c->trips = new Trips;
   for (int32_t p = 0; p < c->peers; ++p) c->peer[p] = reinterpret_cast<char*>(peer[p]);
   for (int64_t e = 0; e < g.num_experts; ++e) {
     c->expert_map[2 * e] = static_cast<int32_t>(experts[2 * e]);
@@ -437,22 +439,21 @@ PyObject* regions(PyObject*, PyObject* args) {
 PyObject* in_flight(PyObject*, PyObject* args) {
   Control* c = control_of(args);
   if (c == nullptr) return nullptr;
-  if (c->on_device != 0) return PyLong_FromLongLong(atomic(c->pending).load());
+  if (c->on_device != 0) return PyLong_FromLongLong(c->trips->open());
   int64_t n = 0;
   for (int64_t i = 0; i < c->geometry.stages * c->geometry.depth; ++i) n += c->ring[i] >= 0;
   return PyLong_FromLongLong(n);
 }
 
-PyObject* py_trips_clock(PyObject*, PyObject* args) {
-  long long window = 0;
-  if (control_of(args) == nullptr || !PyArg_ParseTuple(args, "L", &window)) return nullptr;
-  return PyLong_FromLongLong(trips_clock(window));
+PyObject* trips_clock(PyObject*, PyObject* args) {
+  Control* c = control_of(args);
+  return c == nullptr ? nullptr : PyLong_FromLongLong(c->trips->clock());
 }
 
-PyObject* py_owes(PyObject*, PyObject* args) {
-  long long window = 0, since = 0;
-  if (control_and(args, since) == nullptr || !PyArg_ParseTuple(args, "LL", &window, &since)) return nullptr;
-  return PyBool_FromLong(owes(window, since));
+PyObject* owes(PyObject*, PyObject* args) {
+  long long since = 0;
+  Control* c = control_and(args, since);
+  return c == nullptr ? nullptr : PyBool_FromLong(c->trips->owed_since(since));
 }
 
 PyObject* stats(PyObject*, PyObject* args) {
@@ -482,7 +483,6 @@ PyObject* addresses(PyObject*, PyObject* args) {
   at("ring", c->ring);
   at("taken", c->taken);
   at("cursor", &c->cursor);
-  at("pending", &c->pending);
   return out;
 }
 
@@ -509,9 +509,8 @@ PyMethodDef kMethods[] = {
     {"masked", masked, METH_VARARGS, "masked(window) -> 0 or 1 per peer"},
     {"regions", regions, METH_VARARGS, "regions(window) -> a sticky state per peer, as acted on"},
     {"in_flight", in_flight, METH_VARARGS, "in_flight(window) -> dispatches without their combine, for tests"},
-    {"trips_clock", py_trips_clock, METH_VARARGS, "trips_clock(window) -> how many dispatches there were"},
-    {"owes", py_owes, METH_VARARGS,
-     "owes(window, since) -> whether this thread's dispatches since then wait for combine"},
+    {"trips_clock", trips_clock, METH_VARARGS, "trips_clock(window) -> how many dispatches there were"},
+    {"owes", owes, METH_VARARGS, "owes(window, since) -> whether this thread's dispatches since then wait for combine"},
     {"stats", stats, METH_VARARGS, "stats(window) -> dict of counters"},
     {"addresses", addresses, METH_VARARGS, "addresses(window) -> dict, for tests and debuggers"},
     {nullptr, nullptr, 0, nullptr}};

@@ -241,6 +241,19 @@ def test_ranks_that_cannot_see_each_other_s_processes_are_named(monkeypatch: pyt
         assert re.search(r"process \d+ of boot \d, pid:\[1\], this one runs in boot \d", str(outcome)), outcome
 
 
+def test_a_process_that_has_ended_before_it_is_watched_is_a_bootstrap_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fault: a bare error of the system, which names nobody."""
+
+    def watch(*_: object) -> None:
+        raise ProcessLookupError(3, "No such process")
+
+    monkeypatch.setattr(afd_ops.window, "ProcessWatch", watch)
+    for rank, outcome in enumerate(construct(PAIR)):
+        assert isinstance(outcome, afd_ops.BootstrapError)
+        peer = ("rank 1 (ffn 0)", "rank 0 (attention 0)")[rank]
+        assert str(outcome) == f"a process has ended already, one of {peer} (process {os.getpid()})"
+
+
 def test_no_descriptor_of_the_memory_stays_open() -> None:
     """fault: another process of this user opens it through /proc, and every peer costs a descriptor for good."""
 

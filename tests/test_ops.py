@@ -175,7 +175,6 @@ class State:
             if window.device_half:
                 at |= window.device_half.addresses(window.id)
             self.memory += [harness.memory(window.heap.device, at[name], size) for name, size in sizes.items()]
-            self.memory.append(harness.memory(torch.device("cpu"), at["pending"], 8))
         self.content = [part.clone() for part in self.memory]
         harness.synchronize()
 

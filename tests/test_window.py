@@ -419,7 +419,7 @@ def test_a_step_may_combine_its_lanes_in_any_order_and_leave_to_another_thread_w
         with pytest.raises(ValueError), attention.step():
             new = ask(attention, stage=1)
             assert server.step() == 1
-            together(new.assert_answered)
+            assert together(new.assert_answered) == [None]
             raise ValueError
         attention.check()
         old.assert_answered()

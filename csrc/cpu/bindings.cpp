@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "../checks.h"
+#include "../trips.h"
 #include "kernels.h"
 
 namespace afd {
@@ -87,7 +88,7 @@ Tensor dispatch_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_
   const Weights weights{static_cast<const float*>(topk_weights.const_data_ptr()), topk_weights.stride(0),
                         topk_weights.stride(1)};
   dispatch(c, p, rows_of(x), ids_of(topk_ids), weights, ints(ticket));
-  note_dispatch(window, port.const_data_ptr());
+  c.trips->dispatched(port.const_data_ptr());
   return ticket;
 }
 
@@ -151,7 +152,7 @@ Tensor combine_cpu(const Tensor& ticket, const Tensor& base, const Tensor& port,
   const Ticket k = read_ticket(c, p, ints(ticket), tokens);
   Tensor out = new_empty(base, {tokens, c.geometry.hidden}, base.scalar_type());
   combine(c, k, ints(ticket) + ticket.size(1), tokens, rows_of(base), dtype_of(base), out.mutable_data_ptr());
-  note_combine(window, port.const_data_ptr());
+  c.trips->combined(port.const_data_ptr());
   return out;
 }
 

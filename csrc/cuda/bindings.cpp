@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "../checks.h"
+#include "../trips.h"
 #include "host.h"
 
 namespace afd {
@@ -121,8 +122,7 @@ Tensor dispatch_cuda(const Tensor& x, const Tensor& topk_ids, const Tensor& topk
                               topk_weights.stride(1)};
   launch_dispatch(entry.device(), rows, ids_of(topk_ids), weights, ints(port), ints(ticket), stream_of(x));
   entry.launched();
-  count(entry.host().pending, 1);
-  note_dispatch(window, port.const_data_ptr());
+  entry.host().trips->dispatched(port.const_data_ptr());
   return ticket;
 }
 
@@ -192,8 +192,7 @@ Tensor combine_cuda(const Tensor& ticket, const Tensor& base, const Tensor& port
   launch_combine(entry.device(), ints(ticket), rows, dtype_of(base), out.mutable_data_ptr(), ints(port),
                  stream_of(base));
   entry.launched();
-  count(entry.host().pending, -1);
-  note_combine(window, port.const_data_ptr());
+  entry.host().trips->combined(port.const_data_ptr());
   return out;
 }
 

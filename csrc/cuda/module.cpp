@@ -434,18 +434,6 @@ PyObject* next_item(PyObject*, PyObject* args) {
                        graph == end ? -1 : static_cast<int>(graph - graphs));
 }
 
-PyObject* py_trips_clock(PyObject*, PyObject* args) {
-  long long window = 0;
-  if (window_of(args) == nullptr || !PyArg_ParseTuple(args, "L", &window)) return nullptr;
-  return PyLong_FromLongLong(trips_clock(window));
-}
-
-PyObject* py_owes(PyObject*, PyObject* args) {
-  long long window = 0, since = 0;
-  if (!PyArg_ParseTuple(args, "LL", &window, &since)) return nullptr;
-  return window_at(window) != nullptr ? PyBool_FromLong(owes(window, since)) : nullptr;
-}
-
 // Counters live on the device; this copies them into the host half, whose stats() then reads them.
 PyObject* fetch_stats(PyObject*, PyObject* args) {
   DeviceWindow* w = window_of(args);
@@ -506,9 +494,6 @@ PyMethodDef kMethods[] = {
      "arrive_and_receive(window, item, rows, scales, capacity, offsets, stream): into these addresses"},
     {"next_item", next_item, METH_VARARGS,
      "next_item(window, timeout_ns, table, table words, stream) -> (count, layer, rows, graph) or None"},
-    {"trips_clock", py_trips_clock, METH_VARARGS, "trips_clock(window) -> how many dispatches there were"},
-    {"owes", py_owes, METH_VARARGS,
-     "owes(window, since) -> whether this thread's dispatches since then wait for combine"},
     {"fetch_stats", fetch_stats, METH_VARARGS, "fetch_stats(window): into the host half"},
     {"addresses", addresses, METH_VARARGS, "addresses(window) -> dict, for tests and debuggers"},
     {"enable_peer_access", enable_peer_access, METH_VARARGS, "enable_peer_access(device, peer device)"},
