@@ -291,6 +291,23 @@ def test_a_step_that_spans_a_reset_does_not_stop_the_next_generation() -> None:
 
 
 @on_every_device
+def test_what_a_reset_has_dropped_is_nobody_s_any_more() -> None:
+    """fault: a request of before counts as in flight, and a step that raises with nothing of its own stops both."""
+    with harness.windows(PAIR) as windows:
+        attention, ffn = windows
+        module, step, server = harness.remote(attention), random_step(PAIR, 4), server_of(ffn)
+        module.dispatch(*step[:3])
+        harness.synchronize()
+        reset(windows)
+        with pytest.raises(ValueError), attention.step():
+            flight = Flight(attention, module, module.dispatch(*step[:3]), step)
+            assert server.step() == 1
+            flight.assert_answered()
+            raise ValueError
+        attention.check()
+
+
+@on_every_device
 def test_a_poison_that_a_reset_has_overtaken_is_dropped() -> None:
     """fault: a step that a reset has ended poisons the window, and the next generation begins stopped."""
     with harness.windows(PAIR) as windows:
