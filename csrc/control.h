@@ -104,6 +104,11 @@ struct Slot {
   }
 };
 
+// sequence mod depth; a 64-bit division takes a GPU as long as a load.
+AFD_HD inline int64_t ring_of(const Geometry& g, int64_t sequence) {
+  return (g.depth & (g.depth - 1)) == 0 ? sequence & (g.depth - 1) : sequence % g.depth;
+}
+
 template <typename T>
 std::atomic_ref<T> atomic(T& v) {
   static_assert(std::atomic_ref<T>::is_always_lock_free);  // a lock would not be shared between processes
@@ -146,6 +151,19 @@ AFD_HD inline ErrorRecord where(Op op, int32_t layer, int32_t stage, int64_t rin
   r.ring = static_cast<int32_t>(ring);
   r.sequence = sequence;
   return r;
+}
+// Tells `fails(bad, field, expected, seen)` what the protocol asks of a header, until it returns true; returns that.
+template <typename Fails>
+AFD_HD inline bool header_fails(const Geometry& g, const SlotHeader& h, int32_t generation, int32_t ring,
+                                const Fails& fails) {
+  const int64_t of_sequence = ring_of(g, h.sequence);
+  return fails(h.magic != kHeaderMagic, Field::magic, kHeaderMagic, h.magic) ||
+         fails(h.version != kWireVersion, Field::version, kWireVersion, h.version) ||
+         fails(h.generation != generation, Field::generation, generation, h.generation) ||
+         fails(h.flags != 0, Field::flags, 0, h.flags) || fails(h.sequence < 0, Field::sequence, 0, h.sequence) ||
+         fails(of_sequence != ring, Field::ring, ring, of_sequence) ||
+         fails(h.layer < 0 || h.layer >= g.layers, Field::layer, g.layers - 1, h.layer) ||
+         fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens);
 }
 // A flag word that is neither EMPTY nor READY.
 AFD_HD inline ErrorRecord bad_flag(ErrorRecord r, int32_t peer, int32_t seen) {

@@ -46,14 +46,7 @@ bool admit(Control& c, int64_t index, int32_t region, int32_t stage, int32_t rin
     close_region(c, r);
     return true;
   };
-  if (fails(h.magic != kHeaderMagic, Field::magic, kHeaderMagic, h.magic) ||
-      fails(h.version != kWireVersion, Field::version, kWireVersion, h.version) ||
-      fails(h.generation != c.generation, Field::generation, c.generation, h.generation) ||
-      fails(h.flags != 0, Field::flags, 0, h.flags) || fails(h.sequence < 0, Field::sequence, 0, h.sequence) ||
-      fails(h.sequence % g.depth != ring, Field::ring, ring, h.sequence % g.depth) ||
-      fails(h.layer < 0 || h.layer >= g.layers, Field::layer, g.layers - 1, h.layer) ||
-      fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens))
-    return false;
+  if (header_fails(g, h, c.generation, ring, fails)) return false;
   int32_t* counts = c.counts + index * g.local_experts;
   const int64_t most = static_cast<int64_t>(h.num_tokens) * g.topk;
   int64_t sum = 0;

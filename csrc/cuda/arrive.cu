@@ -33,38 +33,35 @@ __device__ void watch_peers(const DeviceControl& c, bool across_pcie) {
   __syncwarp();
 }
 
+// A slot, taken apart ahead of the wait: a division takes as long as a load.
+struct alignas(8) Place {
+  uint16_t region, stage, ring, unused;
+  __device__ int32_t index(const DeviceControl& c) const {
+    return (region * static_cast<int32_t>(c.geometry.stages) + stage) * static_cast<int32_t>(c.geometry.depth) + ring;
+  }
+};
+
 // By one lane: a flag that is neither EMPTY nor READY.
-__device__ void refuse_flag(const DeviceControl& c, uint32_t index, int32_t seen) {
-  const uint32_t per_region = static_cast<uint32_t>(c.layout.slots_per_region), depth = c.geometry.depth;
-  const uint32_t region = index / per_region, within = index % per_region;
-  if (load_relaxed(&c.region[region]) != kAlive) return;
-  const ErrorRecord r = where(Op::arrive, -1, static_cast<int32_t>(within / depth), within % depth, -1);
-  close_region(c, bad_flag(r, static_cast<int32_t>(region), seen));
+__device__ void refuse_flag(const DeviceControl& c, Place at, int32_t seen) {
+  if (load_relaxed(&c.region[at.region]) != kAlive) return;
+  close_region(c, bad_flag(where(Op::arrive, -1, at.stage, at.ring, -1), at.region, seen));
 }
 
 // What the choice needs beside the window, in shared memory: arrive_bytes.
 struct Choosing {
-  int32_t* order;   // [slots]: which slot is the i-th to be looked at
+  Place* order;     // [slots]: which slot is the i-th to be looked at
   int32_t* chosen;  // [slots]: the item's
   int32_t* total;   // [local_experts]: rows of the item so far
   int32_t* counts;  // [local_experts]: of the slot that is looked at
   uint32_t* ready;  // [slots / 32, rounded up]: bit i % 32 of word i / 32: the i-th in order is ready
+  int32_t experts;  // of this rank, read before the wait
   __device__ Choosing(const DeviceControl& c, int32_t* memory)
-      : order(memory),
-        chosen(order + c.slots()),
+      : order(reinterpret_cast<Place*>(memory)),
+        chosen(reinterpret_cast<int32_t*>(order + c.slots())),
         total(chosen + c.slots()),
         counts(total + c.geometry.local_experts),
-        ready(reinterpret_cast<uint32_t*>(counts + c.geometry.local_experts)) {}
-};
-
-// A slot, and what a 64-bit division would take as long as a load to find.
-struct Place {
-  int32_t index, region, stage, ring;
-  __device__ Place(const DeviceControl& c, int32_t index_)
-      : index(index_),
-        region(index_ / static_cast<int32_t>(c.layout.slots_per_region)),
-        stage(index_ % static_cast<int32_t>(c.layout.slots_per_region) / static_cast<int32_t>(c.geometry.depth)),
-        ring(index_ % static_cast<int32_t>(c.layout.slots_per_region) % static_cast<int32_t>(c.geometry.depth)) {}
+        ready(reinterpret_cast<uint32_t*>(counts + c.geometry.local_experts)),
+        experts(c.local_experts()) {}
 };
 
 // What the warps tell each other.
@@ -79,8 +76,9 @@ struct Exchange {
 struct Poll {
   int64_t start, since = 0;  // since: when a slot was first seen ready
   uint64_t free = 0;         // bit i: this lane's i-th slot is not taken. Only arrive takes: it need not ask again
-  uint32_t turn = 0, strange_at = 0;
-  int32_t strange = kEmpty;  // a flag word that this lane saw and nobody may have written
+  uint32_t turn = 0;
+  int32_t strange = kEmpty;  // a flag word that this lane saw and nobody may have written, and where
+  Place strange_at{};
 
   // Until a slot is ready; m.ready says which. With `once` also if none is. False: there is nothing to wait for any
   // more.
@@ -91,17 +89,18 @@ struct Poll {
       for (uint32_t base = 0; base < slots; base += 32) {
         bool ready = false;
         if (base + lane < slots) {
-          const uint32_t at = m.order[base + lane], region = at / static_cast<uint32_t>(c.layout.slots_per_region);
+          const Place place = m.order[base + lane];
+          const int32_t at = place.index(c);
           // taken first, then the flag: an answered slot must not be taken again (docs/protocol.md)
           const uint64_t mine = base / 32 < 64 ? 1ull << (base / 32) : 0;
           bool open = (free & mine) != 0;
           if (!open) open = load_acquire_gpu(&c.taken[at].sequence) < 0;
           if (open) {
             free |= mine;
-            const int32_t state = load_relaxed(&c.region[region]), sticky = peer_state(c, region);
+            const int32_t state = load_relaxed(&c.region[place.region]), sticky = peer_state(c, place.region);
             const int32_t flag = load_acquire(flag_of(c.window, c.layout, at));
             ready = flag == kReady && state == kAlive && sticky == kAlive;
-            if (flag != kReady && flag != kEmpty) strange = flag, strange_at = at;
+            if (flag != kReady && flag != kEmpty) strange = flag, strange_at = place;
           }
         }
         const uint32_t found = __ballot_sync(kWarp, ready);
@@ -159,7 +158,7 @@ struct Candidates {
       for (; left != 0; left = 0, skip()) {
         const bool ready = (left >> threadIdx.x & 1) != 0;
         if (ready && at != word) {
-          const SlotHeader* h = Slot(c.window, c.layout, m.order[at * 32 + threadIdx.x]).header;
+          const SlotHeader* h = Slot(c.window, c.layout, m.order[at * 32 + threadIdx.x].index(c)).header;
           layer = h->layer, routed = h->routed;
         }
         word = at;
@@ -173,42 +172,16 @@ struct Candidates {
   }
 };
 
-// Checks a ready slot's header and counts; false (region closed) if the protocol forbids them, or it was closed before.
-// One answer for all threads, and one header: a peer may be overwriting it. A rehearsal closes nothing.
-__device__ bool admit(const DeviceControl& c, const Place& at, int32_t generation, const Choosing& m, Exchange& x,
-                      bool rehearses, SlotHeader& h) {
-  const Geometry& g = c.geometry;
-  const Slot slot(c.window, c.layout, at.index);
-  constexpr int kHeaderWords = sizeof(SlotHeader) / 4;
-  constexpr uint32_t kStrange = 0xffffffffu;  // more than any count may be
-  const int32_t state = load_relaxed(&c.region[at.region]);
-  __syncthreads();  // x has been read
-  if (threadIdx.x < kHeaderWords)
-    reinterpret_cast<int32_t*>(&x.header)[threadIdx.x] = reinterpret_cast<const int32_t*>(slot.header)[threadIdx.x];
-  int64_t mine = 0;
-  uint32_t most_here = 0;  // a negative count is a large one
-  int32_t strange = 0;     // of an expert that this rank does not have
-  for (int32_t e = threadIdx.x; e < g.local_experts; e += kThreads) {
-    const int32_t n = slot.counts[e];
-    m.counts[e] = n;
-    mine += n;
-    if (e < c.local_experts())
-      most_here = max(most_here, static_cast<uint32_t>(n));
-    else if (n != 0)
-      strange = n;
-  }
-  // Over the warp in two parts that cannot overflow: a count is less than 2^31, and a thread has at most 2^5 of them.
-  const int64_t sum = (static_cast<int64_t>(__reduce_add_sync(kWarp, static_cast<uint32_t>(mine >> 20))) << 20) +
-                      __reduce_add_sync(kWarp, static_cast<uint32_t>(mine & 0xfffff));
-  const uint32_t most_of_warp = __reduce_max_sync(kWarp, strange != 0 ? kStrange : most_here);
-  if (threadIdx.x % 32 == 0) x.sums[threadIdx.x / 32] = sum, x.most[threadIdx.x / 32] = most_of_warp;
-  if (!__syncthreads_and(state == kAlive)) return false;
-  h = x.header;
-  int64_t routed = 0;
-  uint32_t most_of_all = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) routed += x.sums[w], most_of_all = max(most_of_all, x.most[w]);
-  const int64_t most = static_cast<int64_t>(h.num_tokens) * g.topk;
+// What a thread, and the CTA, found in the counts of a slot.
+struct Counts {
+  uint32_t most_here = 0, most_of_all = 0;  // a negative count is a large one
+  int32_t strange = 0;                      // of an expert that this rank does not have
+  int64_t sum = 0;
+};
+
+// Closes the region of a slot that breaks the protocol; by all threads, of which one says how it does.
+__device__ __noinline__ void refuse(const DeviceControl& c, Place at, int32_t generation, const SlotHeader& h,
+                                    Counts found) {
   ErrorRecord r = error_at(Kind::Protocol, Op::arrive, h.layer, at.region, at.stage, at.ring, h.sequence);
   const auto fails = [&r](bool bad, Field field, int64_t expected, int64_t seen) {
     if (!bad) return false;
@@ -217,38 +190,76 @@ __device__ bool admit(const DeviceControl& c, const Place& at, int32_t generatio
     r.seen = seen;
     return true;
   };
+  const int64_t most = h.num_tokens * c.geometry.topk;
   bool speaks = threadIdx.x == 0;
-  bool bad = fails(h.magic != kHeaderMagic, Field::magic, kHeaderMagic, h.magic) ||
-             fails(h.version != kWireVersion, Field::version, kWireVersion, h.version) ||
-             fails(h.generation != generation, Field::generation, generation, h.generation) ||
-             fails(h.flags != 0, Field::flags, 0, h.flags) || fails(h.sequence < 0, Field::sequence, 0, h.sequence) ||
-             fails(ring_of(c, h.sequence) != at.ring, Field::ring, at.ring, ring_of(c, h.sequence)) ||
-             fails(h.layer < 0 || h.layer >= g.layers, Field::layer, g.layers - 1, h.layer) ||
-             fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens);
-  if (!bad && most_of_all > most) {  // those speak who have such a count
-    bad = true;
-    speaks = fails(strange != 0, Field::counts, 0, strange) ||
-             fails(most_here > most, Field::counts, most, static_cast<int32_t>(most_here));
+  if (!header_fails(c.geometry, h, generation, at.ring, fails)) {
+    if (found.most_of_all > most)  // those speak who have such a count
+      speaks = fails(found.strange != 0, Field::counts, 0, found.strange) ||
+               fails(found.most_here > most, Field::counts, most, static_cast<int32_t>(found.most_here));
+    else
+      fails(true, Field::counts, h.routed, found.sum);
   }
-  bad = bad || fails(routed != h.routed || routed > most, Field::counts, h.routed, routed);
-  if (bad && speaks && !rehearses) close_region(c, r);
-  return !bad;
+  if (speaks) close_region(c, r);
+}
+
+// Checks a ready slot's header and counts; false (region closed) if the protocol forbids them, or it was closed before.
+// One answer for all threads, and one header, left in x: a peer may be overwriting it. A rehearsal closes nothing.
+__device__ bool admit(const DeviceControl& c, Place at, int32_t generation, const Choosing& m, Exchange& x,
+                      bool rehearses) {
+  const Geometry& g = c.geometry;
+  const Slot slot(c.window, c.layout, at.index(c));
+  constexpr int kHeaderWords = sizeof(SlotHeader) / 4;
+  constexpr uint32_t kStrange = 0xffffffffu;  // more than any count may be
+  const int32_t thread = static_cast<int32_t>(threadIdx.x), width = static_cast<int32_t>(g.local_experts);
+  const int32_t word = thread < kHeaderWords ? reinterpret_cast<const int32_t*>(slot.header)[thread] : 0;
+  int32_t n = thread < width ? slot.counts[thread] : 0;
+  const int32_t state = load_relaxed(&c.region[at.region]);
+  __syncthreads();  // x has been read
+  if (thread < kHeaderWords) reinterpret_cast<int32_t*>(&x.header)[thread] = word;
+  int64_t mine = 0;
+  Counts found;
+  for (int32_t e = thread; e < width; e += kThreads) {
+    if (e != thread) n = slot.counts[e];
+    m.counts[e] = n;
+    mine += n;
+    if (e < m.experts)
+      found.most_here = max(found.most_here, static_cast<uint32_t>(n));
+    else if (n != 0)
+      found.strange = n;
+  }
+  // Over the warp in two parts that cannot overflow: a count is less than 2^31, and a thread has at most 2^5 of them.
+  const int64_t sum = (static_cast<int64_t>(__reduce_add_sync(kWarp, static_cast<uint32_t>(mine >> 20))) << 20) +
+                      __reduce_add_sync(kWarp, static_cast<uint32_t>(mine & 0xfffff));
+  const uint32_t most_of_warp = __reduce_max_sync(kWarp, found.strange != 0 ? kStrange : found.most_here);
+  if (thread % 32 == 0) x.sums[thread / 32] = sum, x.most[thread / 32] = most_of_warp;
+  if (!__syncthreads_and(state == kAlive)) return false;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) found.sum += x.sums[w], found.most_of_all = max(found.most_of_all, x.most[w]);
+  const SlotHeader& h = x.header;
+  const int64_t most = h.num_tokens * g.topk;
+  const auto bad = [](bool is, Field, int64_t, int64_t) { return is; };
+  if (!header_fails(g, h, generation, at.ring, bad) && found.most_of_all <= most && found.sum == h.routed &&
+      found.sum <= most) [[likely]]
+    return true;
+  if (!rehearses) refuse(c, at, generation, h, found);
+  return false;
 }
 
 // Takes an admitted slot into the item as its n-th. Rows stand by expert, and within an expert in item order: `first`
 // is relative to the expert's rows until place_rows.
-__device__ void take(const DeviceControl& c, const Place& at, const SlotHeader& h, int32_t n, const Choosing& m,
+__device__ void take(const DeviceControl& c, Place at, const SlotHeader& h, int32_t n, const Choosing& m,
                      int32_t* item) {
+  const int32_t index = at.index(c);
   const int64_t width = c.geometry.local_experts;
-  for (int32_t e = threadIdx.x; e < c.local_experts(); e += kThreads) {
+  for (int32_t e = threadIdx.x; e < m.experts; e += kThreads) {
     const int32_t before = n > 0 ? m.total[e] : 0, count = m.counts[e];
-    c.counts[at.index * width + e] = count;
-    if (n > 0) c.first[at.index * width + e] = before;
+    c.counts[index * width + e] = count;
+    if (n > 0) c.first[index * width + e] = before;
     m.total[e] = before + count;
   }
   if (threadIdx.x != 0) return;
-  m.chosen[n] = at.index;
-  c.taken[at.index] = {h.sequence, global_ns(), h.layer, h.num_tokens, h.routed, 0};
+  m.chosen[n] = index;
+  c.taken[index] = {h.sequence, global_ns(), h.layer, h.num_tokens, h.routed, 0};
   count_up(&c.slots_taken[at.region], 1);
   count_up(&c.rows_taken[at.region], h.routed);
   auto* s = reinterpret_cast<int4*>(item + (1 + n) * kItemWords);
@@ -261,7 +272,7 @@ __device__ void take(const DeviceControl& c, const Place& at, const SlotHeader& 
 // Makes `first` of the item's slots absolute.
 __device__ void place_rows(const DeviceControl& c, const Choosing& m, Exchange& x, int32_t count) {
   const int64_t width = c.geometry.local_experts;
-  const int32_t experts = count > 0 ? c.local_experts() : 0, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int32_t experts = count > 0 ? m.experts : 0, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int64_t before = 0;  // rows of the experts of earlier rounds
   for (int32_t base = 0; base < experts; base += kThreads) {
     const int32_t e = base + static_cast<int32_t>(threadIdx.x), mine = e < experts ? m.total[e] : 0;
@@ -299,12 +310,14 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t per_region = static_cast<uint32_t>(c.layout.slots_per_region), peers = static_cast<uint32_t>(c.peers);
   for (uint32_t i = threadIdx.x; i < slots; i += kThreads) {
     const uint32_t place = cursor + i / per_region;
-    m.order[i] = place % peers * per_region + (place / peers + i) % per_region;
+    const uint32_t within = (place / peers + i) % per_region, depth = static_cast<uint32_t>(c.geometry.depth);
+    m.order[i] = {static_cast<uint16_t>(place % peers), static_cast<uint16_t>(within / depth),
+                  static_cast<uint16_t>(within % depth), 0};
   }
-  const Place nobodys(c, static_cast<int32_t>(slots));
+  const Place nobodys{static_cast<uint16_t>(c.peers), 0, 0, 0};
   Poll poll{global_ns()};
   Chosen chosen;
-  uint32_t next = cursor;
+  uint32_t head = 0;  // of the item: its place in order
   bool waits = !__syncthreads_or(has_failed(c));
   // The host is waiting, and so is receive: both hear of an item before its last slot is taken.
   const auto mail = [&] {
@@ -327,12 +340,12 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t end = !waits ? 0 : rehearses ? 1 : slots;
     Candidates candidates;
     for (uint32_t i = candidates.next(c, m, x, chosen, 0, end); i < end;) {
-      const Place at(c, m.order[i]);
-      SlotHeader h{};
-      const bool admitted = admit(c, at, generation, m, x, rehearses, h) || rehearses;
+      const Place at = m.order[i];
+      const SlotHeader& h = x.header;
+      const bool admitted = admit(c, at, generation, m, x, rehearses) || rehearses;
       const bool joins = admitted && chosen.joins(c, h.layer, h.routed);
       if (joins) {
-        if (chosen.count == 0) next = (cursor + i / per_region + 1) % slots;
+        if (chosen.count == 0) head = i;
         chosen = {chosen.count + 1, h.layer, chosen.rows + h.routed};
       }
       i = candidates.next(c, m, x, chosen, i + 1, end);
@@ -343,7 +356,7 @@ __global__ void __launch_bounds__(kThreads)
     if (over && chosen.count == 0) mail();
     place_rows(c, m, x, chosen.count);
     if (over) break;
-    chosen = {}, next = cursor;
+    chosen = {};
     phase = phase == kLook ? kRehearse : kWait;
     __syncthreads();  // m.ready and m.chosen have been read
   }
@@ -354,9 +367,9 @@ __global__ void __launch_bounds__(kThreads)
     reinterpret_cast<int4*>(item)[1] = make_int4(0, 0, 0, 0);
     if (tag != 0) store_release_gpu(&c.state->ready, tag);
     static_assert(kItemGeneration == 0 && kItemCount == 1 && kItemLayer == 2 && kItemRows == 3);
-    c.state->cursor = static_cast<int32_t>(next);
     c.state->arrivals = arrivals + 1;
     if (chosen.count > 0) {
+      c.state->cursor = static_cast<int32_t>((cursor + head / per_region + 1) % slots);
       count_up(&c.state->counters[k_items], 1);
       count_up(&c.state->counters[k_rows], chosen.rows);
     }

@@ -7,7 +7,8 @@
 //
 // Speed. A load from L2 takes 0.3 us, a system fence 1 to 1.5, a kernel boundary 0.6: at a few tokens that is all there
 // is. So kernels issue loads that do not depend on each other together, before the first of them is used, and each
-// fences once.
+// fences once. What only an error needs stands in functions of its own, called where nothing else is live: instructions
+// are loads too, and around a call in a loop every turn of it saves registers to memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -79,10 +80,10 @@ inline int64_t rank_bytes(int64_t experts, int64_t other, int64_t most) {
 // What dispatch keeps of its plan in shared memory beside that: 8 bytes per expert, 4 per F rank.
 inline __host__ __device__ int64_t plan_bytes(const Geometry& g) { return 8 * g.num_experts + 4 * g.ffn_size; }
 
-// Shared memory of arrive: twice 4 bytes per slot and per local expert, and a bit per slot, for which kSharedBytes
-// leaves room.
+// Shared memory of arrive: 12 bytes per slot, 8 per local expert, and a bit per slot, for which kSharedBytes leaves
+// room.
 inline int64_t arrive_bytes(const Geometry& g, int64_t slots) {
-  return 8 * (slots + g.local_experts) + (slots + 31) / 32 * 4;
+  return 12 * slots + 8 * g.local_experts + (slots + 31) / 32 * 4;
 }
 
 #if defined(__CUDACC__)
@@ -123,6 +124,22 @@ __device__ __forceinline__ int32_t load_relaxed(const int32_t* p) {
 
 __device__ __forceinline__ void store_relaxed(int32_t* p, int32_t v) {
   asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// Loads that are asked for where they stand. The compiler puts an ordinary one off until behind a branch that can do
+// without it, and then it is waited for alone.
+__device__ __forceinline__ int32_t load_here(const int32_t* p) {
+  int32_t v;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ int4 load_here(const int4* p) {
+  int4 v;
+  asm volatile("ld.global.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
 }
 
 __device__ __forceinline__ int64_t global_ns() {
@@ -205,12 +222,6 @@ __device__ inline int32_t peer_state(const DeviceControl& c, int32_t peer) {
   return load_relaxed(sticky_of(c.window, c.layout, peer));
 }
 
-// sequence mod depth; a 64-bit division takes as long as a load.
-__device__ __forceinline__ int64_t ring_of(const DeviceControl& c, int64_t sequence) {
-  const int64_t depth = c.geometry.depth;
-  return (depth & (depth - 1)) == 0 ? sequence & (depth - 1) : sequence % depth;
-}
-
 struct Lane {
   int32_t layer, stage;  // stage -1: the port was never filled
 };
@@ -265,9 +276,13 @@ __device__ __forceinline__ void await_previous() {
 struct Units {
   uint32_t vectors, shift, span, count, first, stride, ctas;
   __device__ Units(int64_t rows_, int64_t vectors_, uint32_t cta, uint32_t grid)
-      : vectors(static_cast<uint32_t>(vectors_)), shift(0) {
+      : vectors(static_cast<uint32_t>(vectors_)) {
     const uint32_t rows = static_cast<uint32_t>(rows_), warps = grid * (blockDim.x / 32);
-    while ((static_cast<uint64_t>(rows) << (shift + 1)) <= warps && vectors > (32u << shift)) ++shift;
+    // As many segments as there are warps for, while they are longer than 32 vectors.
+    int enough = __clz(static_cast<int>(rows)) - __clz(static_cast<int>(warps));
+    if (enough > 0 && rows << enough > warps) --enough;
+    const int most = 32 - __clz(static_cast<int>((vectors - 1) / 32));
+    shift = static_cast<uint32_t>(max(0, min(enough, most)));
     span = ((vectors >> shift) + ((vectors & ((1u << shift) - 1)) != 0) + 31) / 32 * 32;
     count = rows << shift;
     first = (threadIdx.x / 32) * grid + cta;

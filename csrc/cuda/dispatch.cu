@@ -49,7 +49,7 @@ __device__ void open_flight(const DeviceControl& c, const int32_t* port, Flight&
   if (l.stage >= 0) {
     next = l.stage < 32 ? __shfl_sync(kWarp, next, l.stage) : c.next[l.stage];
     f.sequence = next;
-    f.ring = ring_of(c, next);
+    f.ring = ring_of(c.geometry, next);
     f.slot = c.slot(c.role_rank, l.stage, f.ring);
     const int64_t ring = l.stage * g.depth + f.ring;
     busy = ring < 32 ? __shfl_sync(kWarp, busy, static_cast<int>(ring)) : c.ring[ring];

@@ -17,13 +17,14 @@ struct Item {
   int4 slot[2];
   __device__ explicit Item(const int32_t* words_) : words(words_) {
     const auto* v = reinterpret_cast<const int4*>(words);
-    const int4 head = v[0];
-    slot[0] = v[2];
-    slot[1] = v[3];
+    const int4 head = load_here(v);
+    slot[0] = load_here(v + 2);
+    slot[1] = load_here(v + 3);
     generation = head.x, count = head.y, layer = head.z, rows = head.w;
   }
   __device__ int64_t tokens() const {
     int64_t n = count > 0 ? slot[1].y : 0;
+#pragma unroll 1
     for (int32_t i = 1; i < count; ++i) n += words[(1 + i) * kItemWords + kItemTokens];
     return n;
   }
@@ -64,7 +65,9 @@ struct Claim {
   __device__ bool current_in_warp(const ItemToken& at) const { return __all_sync(kWarp, current(at)); }
 };
 
-// Rows of a token's choices: lane k holds choice k, and choice k + 32 (kMaxTopk is 64); -1: none here.
+// Rows of a token's choices: lane k holds choice k, and choice k + 32 (kMaxTopk is 64).
+constexpr int32_t kNowhere = -1;  // for another rank
+constexpr int32_t kRefused = -2;  // the wire said something that cannot be
 struct Choices {
   int32_t row[2];
 };

@@ -157,13 +157,13 @@ PyObject* adopt(PyObject*, PyObject* args) {
   auto* host = reinterpret_cast<Control*>(address);
   const Geometry& g = host->geometry;
   if (g.topk > kMaxTopk || (g.num_experts + g.ffn_size) * 12 > kSharedBytes ||
-      8 * (host->slots() + g.local_experts) > kSharedBytes) {
+      12 * host->slots() + 8 * g.local_experts > kSharedBytes) {
     PyErr_Format(PyExc_ValueError,
-                 "topk is %lld, num_experts + ffn_size is %lld, slots + experts of one rank are %lld; on CUDA expected "
-                 "at most %lld, %lld, %lld",
+                 "topk is %lld, num_experts + ffn_size is %lld, 3 x slots + 2 x experts of one rank are %lld; on CUDA "
+                 "expected at most %lld, %lld, %lld",
                  static_cast<long long>(g.topk), static_cast<long long>(g.num_experts + g.ffn_size),
-                 static_cast<long long>(host->slots() + g.local_experts), static_cast<long long>(kMaxTopk),
-                 static_cast<long long>(kSharedBytes / 12), static_cast<long long>(kSharedBytes / 8));
+                 static_cast<long long>(3 * host->slots() + 2 * g.local_experts), static_cast<long long>(kMaxTopk),
+                 static_cast<long long>(kSharedBytes / 12), static_cast<long long>(kSharedBytes / 4));
     return nullptr;
   }
   const OnDevice on(device);

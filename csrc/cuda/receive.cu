@@ -1,12 +1,13 @@
 // receive: the chosen tokens in local-expert order.
 //   moves    each token's row (and scales) once out of the window, once per choice into rows; where it went, for reply
-//   launch   kCtas CTAs of 256 threads; a warp copies a segment of a token's row
+//   launch   kCtas CTAs of 256 threads; a warp copies a segment of a token's row; one more CTA writes the offsets
 //   order    after arrive's acquire, on the same stream; the slots stay ours until reply
 //   waits    never; launched early, for the rest of arrive, which waits for nothing any more: until the item's tag is
 //            there (acquire, by a thread of each CTA; no deadline, as a kernel boundary has none), and at its end for
 //            arrive's, so that what follows is behind both
-//   fails    a position outside what the header announced: that region is closed; more rows than the bucket: error
-//            record
+//   fails    a position outside what the header announced: that region is closed, at the end; more rows than the
+//   bucket:
+//            error record
 #include "float8.cuh"
 #include "item.cuh"
 #include "kernels.h"
@@ -18,48 +19,64 @@ constexpr int kThreads = 256;
 constexpr int kCtas = 264;
 constexpr int kUnroll = 4;
 
-// The row of one choice, or -1. An index from the wire is never used before it is checked.
-__device__ int32_t place(const DeviceControl& c, const Item& item, const ItemToken& at, int2 position) {
-  if (position.x == -1) return -1;
-  const bool local = position.x >= 0 && position.x < c.local_experts();
+// The row of one choice. An index from the wire is never used before it is checked.
+__device__ int32_t place(const DeviceControl& c, int32_t experts, const ItemToken& at, int2 position) {
+  if (position.x == -1) return kNowhere;
+  const bool local = position.x >= 0 && position.x < experts;
   const int64_t e = at.slot * c.geometry.local_experts + (local ? position.x : 0);
-  const int32_t count = c.counts[e], first = c.first[e];
-  if (local && position.y >= 0 && position.y < count) return first + position.y;
-  ErrorRecord r = error_at(Kind::Protocol, Op::receive, item.layer, at.region, at.stage, at.ring, at.sequence);
-  r.field = static_cast<int32_t>(Field::position);
-  r.expected = -1;
-  r.seen = position.x;
-  close_region(c, r);
-  return -1;
+  const int32_t count = load_here(&c.counts[e]), first = load_here(&c.first[e]);
+  return local && position.y >= 0 && position.y < count ? first + position.y : kRefused;
 }
 
-__device__ Choices place_choices(const DeviceControl& c, const Item& item, const ItemToken& at) {
+__device__ Choices place_choices(const DeviceControl& c, int32_t experts, const ItemToken& at, const int2* positions) {
   const int32_t k = static_cast<int32_t>(threadIdx.x % 32), topk = static_cast<int32_t>(c.geometry.topk);
   const Claim claim(c, at);
-  const auto* position = reinterpret_cast<const int2*>(Slot(c.window, c.layout, at.slot).position) + at.token * topk;
   const int2 none = make_int2(-1, -1);
-  const int2 a = k < topk && at.routed != 0 ? position[k] : none;
-  const int2 b = k + 32 < topk && at.routed != 0 ? position[k + 32] : none;
-  if (!claim.current_in_warp(at)) return {-1, -1};
-  return {place(c, item, at, a), place(c, item, at, b)};
+  const int2 a = k < topk && at.routed != 0 ? positions[k] : none;
+  const int2 b = k + 32 < topk && at.routed != 0 ? positions[k + 32] : none;
+  if (!claim.current_in_warp(at)) return {kNowhere, kNowhere};
+  return {place(c, experts, at, a), place(c, experts, at, b)};
+}
+
+__device__ const int2* positions_of(const DeviceControl& c, const ItemToken& at) {
+  return reinterpret_cast<const int2*>(Slot(c.window, c.layout, at.slot).position) + at.token * c.geometry.topk;
+}
+
+// Closes the regions of which this warp refused a choice. Behind all else: in a loop, a call costs every turn of it.
+__device__ __noinline__ void close_refused(const DeviceControl& c, const int32_t* words, uint32_t vectors) {
+  const Item item(words);
+  const Units units(item.tokens(), vectors, blockIdx.x, kCtas);
+  for (uint32_t unit = units.first; unit < units.count; unit += units.stride) {
+    const ItemToken at = item.token(c, units.row(unit));
+    for (uint32_t k = threadIdx.x % 32; k < c.geometry.topk; k += 32) {
+      if (units.begin(unit) != 0 || rows_of(c, at)[k] != kRefused) continue;
+      ErrorRecord r = error_at(Kind::Protocol, Op::receive, item.layer, at.region, at.stage, at.ring, at.sequence);
+      r.field = static_cast<int32_t>(Field::position);
+      r.expected = -1;
+      r.seen = positions_of(c, at)[k].x;
+      close_region(c, r);
+    }
+  }
 }
 
 // Cumulative ends of the experts' rows, by one CTA.
-__device__ void write_offsets(const DeviceControl& c, const Item& item, bool current, int32_t* offsets) {
+__device__ void write_offsets(const DeviceControl& c, int32_t experts, const Item& item, bool current,
+                              int32_t* offsets) {
   const int64_t last = current ? item.at(c, item.count - 1).slot * c.geometry.local_experts : 0;
-  for (int32_t e = threadIdx.x; e < c.local_experts(); e += blockDim.x)
+  for (int32_t e = threadIdx.x; e < experts; e += kThreads)
     // Within an expert the last slot's rows end where the expert's do.
     offsets[e] = current ? c.first[last + e] + c.counts[last + e] : 0;
 }
 
 template <bool kScales>
 __device__ void gather(const DeviceControl& c, const int32_t* words, int4* rows, float* scales, int64_t capacity,
-                       int32_t* offsets) {
+                       int32_t* offsets, int32_t experts, uint32_t vectors) {
   const Geometry& g = c.geometry;
-  const int32_t generation = c.state->generation;
+  const int32_t generation = load_here(&c.state->generation);
   const Item item(words);
-  const bool current = item.count > 0 && item.generation == generation;
-  if (blockIdx.x == gridDim.x - 1) write_offsets(c, item, current && item.rows <= capacity, offsets);
+  // The last term holds for every item, and all of it is waited for here, at once.
+  const bool current = (item.count > 0) & (item.generation == generation) & (item.slot[1].y >= 0);
+  if (blockIdx.x == kCtas) return write_offsets(c, experts, item, current && item.rows <= capacity, offsets);
   if (!current) return;
   if (item.rows > capacity) {
     if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -71,27 +88,30 @@ __device__ void gather(const DeviceControl& c, const int32_t* words, int4* rows,
     }
     return;
   }
-  const Units units(item.tokens(), payload_row(g) / 16, blockIdx.x, gridDim.x);
+  const Units units(item.tokens(), vectors, blockIdx.x, kCtas);
   const uint32_t lane = threadIdx.x % 32;
+  bool refused = false;
   for (uint32_t unit = units.first; unit < units.count; unit += units.stride) {
     const ItemToken at = item.token(c, units.row(unit));
     const Slot slot(c.window, c.layout, at.slot);
-    const int4* from = reinterpret_cast<const int4*>(slot.payload) + at.token * units.vectors;
     const uint32_t begin = units.begin(unit), end = units.end(unit);
+    const int4* from = reinterpret_cast<const int4*>(slot.payload) + at.token * vectors;
     int4 data[kUnroll];
     const auto load = [&](uint32_t v) {
+      const int4* p = from + v;
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u)
-        if (v + 32 * u < end) data[u] = from[v + 32 * u];
+        if (v + 32 * u < end) data[u] = p[32 * u];
     };
     load(begin + lane);  // before the plan is read: they do not depend on each other
     [[maybe_unused]] float factor = 0.0f;
-    [[maybe_unused]] const uint32_t each = units.vectors / kBlockLanes, last = end / kBlockLanes;
+    [[maybe_unused]] const uint32_t each = vectors / kBlockLanes, last = end / kBlockLanes;
     [[maybe_unused]] const auto load_factor = [&](uint32_t s) {
       if (s < last) factor = slot.scale[at.token * each + s];
     };
     if constexpr (kScales) load_factor(begin / kBlockLanes + lane);
-    const Choices choices = place_choices(c, item, at);
+    const Choices choices = place_choices(c, experts, at, positions_of(c, at));
+    refused = refused || choices.row[0] == kRefused || choices.row[1] == kRefused;
     if (begin == 0) {  // for reply
       if (lane < g.topk) rows_of(c, at)[lane] = choices.row[0];
       if (lane + 32 < g.topk) rows_of(c, at)[lane + 32] = choices.row[1];
@@ -104,10 +124,10 @@ __device__ void gather(const DeviceControl& c, const int32_t* words, int4* rows,
         const int32_t row = half == 0 ? choices.row[0] : choices.row[1];
         for (uint32_t left = __ballot_sync(kWarp, row >= 0); left != 0; left &= left - 1) {
           int4* to =
-              rows + static_cast<int64_t>(__shfl_sync(kWarp, row, __ffs(static_cast<int>(left)) - 1)) * units.vectors;
+              rows + static_cast<int64_t>(__shfl_sync(kWarp, row, __ffs(static_cast<int>(left)) - 1)) * vectors + v;
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u)
-            if (v + 32 * u < end) to[v + 32 * u] = data[u];
+            if (v + 32 * u < end) to[32 * u] = data[u];
         }
       }
     }
@@ -124,12 +144,14 @@ __device__ void gather(const DeviceControl& c, const int32_t* words, int4* rows,
       }
     }
   }
+  if (refused) close_refused(c, words, vectors);
 }
 
 template <bool kScales>
 __global__ void __launch_bounds__(kThreads)
     receive_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, int4* rows, float* scales,
-                   int64_t capacity, int32_t* offsets, int32_t tag) {
+                   int64_t capacity, int32_t* offsets, int32_t tag, uint32_t vectors) {
+  const int32_t experts = c.local_experts();  // read here, before the wait
   if (tag != 0) {
     // A later tag, of an arrive that should have waited on the same stream, is no reason to wait for ever.
     const auto behind = [tag](int32_t ready) { return static_cast<int32_t>(static_cast<uint32_t>(ready) - tag) < 0; };
@@ -138,16 +160,19 @@ __global__ void __launch_bounds__(kThreads)
       }
     __syncthreads();
   }
-  gather<kScales>(c, words, rows, scales, capacity, offsets);
+  gather<kScales>(c, words, rows, scales, capacity, offsets, experts, vectors);
   if (tag != 0) await_previous();
 }
+
+uint32_t vectors_of(const DeviceControl& c) { return static_cast<uint32_t>(payload_row(c.geometry) / 16); }
 
 }  // namespace
 
 void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, float* scales, int64_t capacity,
                     int32_t* offsets, cudaStream_t stream) {
   const auto kernel = scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>;
-  kernel<<<kCtas, kThreads, 0, stream>>>(c, item, reinterpret_cast<int4*>(rows), scales, capacity, offsets, 0);
+  kernel<<<kCtas + 1, kThreads, 0, stream>>>(c, item, reinterpret_cast<int4*>(rows), scales, capacity, offsets, 0,
+                                             vectors_of(c));
 }
 
 cudaError_t receive_begins_early(bool* can) {
@@ -165,14 +190,14 @@ cudaError_t launch_arrive_and_receive(const DeviceControl& c, int32_t* item, cha
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kCtas);
+  config.gridDim = dim3(kCtas + 1);
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = tag != 0 ? 1 : 0;
   return cudaLaunchKernelEx(&config, scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>, c,
                             static_cast<const int32_t*>(item), reinterpret_cast<int4*>(rows), scales, capacity, offsets,
-                            tag);
+                            tag, vectors_of(c));
 }
 
 cudaError_t preload_receive() {
