@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import harness
 import pytest
-from flights import AT_ONCE, ask, poisoned, raises, server_of, within
+from flights import AT_ONCE, Flight, ask, poisoned, raises, server_of, within
 from torch import Tensor
 
 import afd_ops
@@ -75,6 +77,29 @@ def test_a_dispatch_with_a_wrong_word_closes_its_region_only(word: str, index: i
         flight = ask(sound)
         assert [server_of(window).step() for window in (ffn, other)] == [1, 1]
         flight.assert_answered()
+
+
+@pytest.mark.parametrize("choice", [0, 31, 32, 39])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_every_choice_is_checked_by_whoever_copies_a_piece_of_the_token(choice: int, broken: int) -> None:
+    """fault: of a wide row, of more than 32 choices, or of an item's second slot, a wrong position passes."""
+    sizes: dict[str, Any] = dict(hidden=4096, topk=40)
+    with harness.windows(Topology(2, 1, 3), tokens=8, **sizes) as (*attention, ffn):
+        modules = [harness.remote(window) for window in attention]
+        steps = [harness.random_step(ffn.topology, 3, **sizes) for _ in attention]
+        flights = [
+            Flight(window, module, module.dispatch(*step[:3]), step)
+            for window, module, step in zip(attention, modules, steps, strict=True)
+        ]
+        harness.settle(ffn)
+        harness.poke(ffn, broken * ffn.geometry.layout["slots_per_region"], "position", 1000, 2 * (1 * 40 + choice))
+        assert server_of(ffn).step() == 2
+        harness.synchronize()
+        (error,) = ffn.errors()
+        assert (error["peer"], "position is 1000" in error["message"]) == (broken, True)
+        flights[1 - broken].assert_answered()
+        with within(0.0, AT_ONCE), raises(attention[broken], afd_ops.PeerFailedError, "(ffn 0)"):
+            flights[broken].combine()
 
 
 @pytest.mark.parametrize("broken", [0, 1])

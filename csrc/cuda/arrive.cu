@@ -33,9 +33,8 @@ __device__ void watch_peers(const DeviceControl& c, bool across_pcie) {
   __syncwarp();
 }
 
-// A slot, taken apart ahead of the wait: a division takes as long as a load.
-struct alignas(8) Place {
-  uint16_t region, stage, ring, unused;
+struct Place {
+  int32_t region, stage, ring;
   __device__ int32_t index(const DeviceControl& c) const {
     return (region * static_cast<int32_t>(c.geometry.stages) + stage) * static_cast<int32_t>(c.geometry.depth) + ring;
   }
@@ -47,21 +46,25 @@ __device__ void refuse_flag(const DeviceControl& c, Place at, int32_t seen) {
   close_region(c, bad_flag(where(Op::arrive, -1, at.stage, at.ring, -1), at.region, seen));
 }
 
-// What the choice needs beside the window, in shared memory: arrive_bytes.
+// What the choice needs beside the window. All but `experts` is in shared memory: arrive_bytes. Slots are kept taken
+// apart, since a division takes as long as a load, and in 16 bits, since there are no more than fit into that memory.
 struct Choosing {
-  Place* order;     // [slots]: which slot is the i-th to be looked at
-  int32_t* chosen;  // [slots]: the item's
-  int32_t* total;   // [local_experts]: rows of the item so far
-  int32_t* counts;  // [local_experts]: of the slot that is looked at
-  uint32_t* ready;  // [slots / 32, rounded up]: bit i % 32 of word i / 32: the i-th in order is ready
-  int32_t experts;  // of this rank, read before the wait
+  int32_t experts;                  // of this rank, read before the wait
+  int32_t* total;                   // [local_experts]: rows of the item so far
+  int32_t* counts;                  // [local_experts]: of the slot that is looked at
+  uint32_t* ready;                  // [slots / 32, rounded up]: bit i % 32 of word i / 32: the i-th in order is ready
+  uint16_t* chosen;                 // [slots]: the item's
+  uint16_t *region, *stage, *ring;  // [slots] each: which slot is the i-th to be looked at
   __device__ Choosing(const DeviceControl& c, int32_t* memory)
-      : order(reinterpret_cast<Place*>(memory)),
-        chosen(reinterpret_cast<int32_t*>(order + c.slots())),
-        total(chosen + c.slots()),
+      : experts(c.local_experts()),
+        total(memory),
         counts(total + c.geometry.local_experts),
         ready(reinterpret_cast<uint32_t*>(counts + c.geometry.local_experts)),
-        experts(c.local_experts()) {}
+        chosen(reinterpret_cast<uint16_t*>(ready + (c.slots() + 31) / 32)),
+        region(chosen + c.slots()),
+        stage(region + c.slots()),
+        ring(stage + c.slots()) {}
+  __device__ Place place(uint32_t i) const { return {region[i], stage[i], ring[i]}; }
 };
 
 // What the warps tell each other.
@@ -89,7 +92,7 @@ struct Poll {
       for (uint32_t base = 0; base < slots; base += 32) {
         bool ready = false;
         if (base + lane < slots) {
-          const Place place = m.order[base + lane];
+          const Place place = m.place(base + lane);
           const int32_t at = place.index(c);
           // taken first, then the flag: an answered slot must not be taken again (docs/protocol.md)
           const uint64_t mine = base / 32 < 64 ? 1ull << (base / 32) : 0;
@@ -158,7 +161,7 @@ struct Candidates {
       for (; left != 0; left = 0, skip()) {
         const bool ready = (left >> threadIdx.x & 1) != 0;
         if (ready && at != word) {
-          const SlotHeader* h = Slot(c.window, c.layout, m.order[at * 32 + threadIdx.x].index(c)).header;
+          const SlotHeader* h = Slot(c.window, c.layout, m.place(at * 32 + threadIdx.x).index(c)).header;
           layer = h->layer, routed = h->routed;
         }
         word = at;
@@ -179,7 +182,8 @@ struct Counts {
   int64_t sum = 0;
 };
 
-// Closes the region of a slot that breaks the protocol; by all threads, of which one says how it does.
+// Closes the region of a slot that breaks the protocol; by all threads, of which the first that speaks says how it
+// does.
 __device__ __noinline__ void refuse(const DeviceControl& c, Place at, int32_t generation, const SlotHeader& h,
                                     Counts found) {
   ErrorRecord r = error_at(Kind::Protocol, Op::arrive, h.layer, at.region, at.stage, at.ring, h.sequence);
@@ -205,7 +209,7 @@ __device__ __noinline__ void refuse(const DeviceControl& c, Place at, int32_t ge
 // Checks a ready slot's header and counts; false (region closed) if the protocol forbids them, or it was closed before.
 // One answer for all threads, and one header, left in x: a peer may be overwriting it. A rehearsal closes nothing.
 __device__ bool admit(const DeviceControl& c, Place at, int32_t generation, const Choosing& m, Exchange& x,
-                      bool rehearses) {
+                      bool rehearses, int32_t& layer, int32_t& routed) {
   const Geometry& g = c.geometry;
   const Slot slot(c.window, c.layout, at.index(c));
   constexpr int kHeaderWords = sizeof(SlotHeader) / 4;
@@ -218,6 +222,7 @@ __device__ bool admit(const DeviceControl& c, Place at, int32_t generation, cons
   if (thread < kHeaderWords) reinterpret_cast<int32_t*>(&x.header)[thread] = word;
   int64_t mine = 0;
   Counts found;
+#pragma unroll 1
   for (int32_t e = thread; e < width; e += kThreads) {
     if (e != thread) n = slot.counts[e];
     m.counts[e] = n;
@@ -232,16 +237,18 @@ __device__ bool admit(const DeviceControl& c, Place at, int32_t generation, cons
                       __reduce_add_sync(kWarp, static_cast<uint32_t>(mine & 0xfffff));
   const uint32_t most_of_warp = __reduce_max_sync(kWarp, found.strange != 0 ? kStrange : found.most_here);
   if (thread % 32 == 0) x.sums[thread / 32] = sum, x.most[thread / 32] = most_of_warp;
-  if (!__syncthreads_and(state == kAlive)) return false;
+  const bool alive = __syncthreads_and(state == kAlive) != 0;
+  const SlotHeader h = x.header;
+  layer = h.layer, routed = h.routed;
+  if (!alive) return false;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) found.sum += x.sums[w], found.most_of_all = max(found.most_of_all, x.most[w]);
-  const SlotHeader& h = x.header;
   const int64_t most = h.num_tokens * g.topk;
   const auto bad = [](bool is, Field, int64_t, int64_t) { return is; };
   if (!header_fails(g, h, generation, at.ring, bad) && found.most_of_all <= most && found.sum == h.routed &&
       found.sum <= most) [[likely]]
     return true;
-  if (!rehearses) refuse(c, at, generation, h, found);
+  if (!rehearses) refuse(c, at, generation, x.header, found);
   return false;
 }
 
@@ -251,6 +258,7 @@ __device__ void take(const DeviceControl& c, Place at, const SlotHeader& h, int3
                      int32_t* item) {
   const int32_t index = at.index(c);
   const int64_t width = c.geometry.local_experts;
+#pragma unroll 1
   for (int32_t e = threadIdx.x; e < m.experts; e += kThreads) {
     const int32_t before = n > 0 ? m.total[e] : 0, count = m.counts[e];
     c.counts[index * width + e] = count;
@@ -258,7 +266,7 @@ __device__ void take(const DeviceControl& c, Place at, const SlotHeader& h, int3
     m.total[e] = before + count;
   }
   if (threadIdx.x != 0) return;
-  m.chosen[n] = index;
+  m.chosen[n] = static_cast<uint16_t>(index);
   c.taken[index] = {h.sequence, global_ns(), h.layer, h.num_tokens, h.routed, 0};
   count_up(&c.slots_taken[at.region], 1);
   count_up(&c.rows_taken[at.region], h.routed);
@@ -292,6 +300,7 @@ __device__ void place_rows(const DeviceControl& c, const Choosing& m, Exchange& 
       before += x.sums[w];
     }
     if (e >= experts) continue;
+#pragma unroll 1
     for (int32_t i = 0; i < count; ++i) {
       int32_t& first = c.first[m.chosen[i] * width + e];
       first = static_cast<int32_t>(place) + (i > 0 ? first : 0);
@@ -311,10 +320,11 @@ __global__ void __launch_bounds__(kThreads)
   for (uint32_t i = threadIdx.x; i < slots; i += kThreads) {
     const uint32_t place = cursor + i / per_region;
     const uint32_t within = (place / peers + i) % per_region, depth = static_cast<uint32_t>(c.geometry.depth);
-    m.order[i] = {static_cast<uint16_t>(place % peers), static_cast<uint16_t>(within / depth),
-                  static_cast<uint16_t>(within % depth), 0};
+    m.region[i] = static_cast<uint16_t>(place % peers);
+    m.stage[i] = static_cast<uint16_t>(within / depth);
+    m.ring[i] = static_cast<uint16_t>(within % depth);
   }
-  const Place nobodys{static_cast<uint16_t>(c.peers), 0, 0, 0};
+  const Place nobodys{c.peers, 0, 0};
   Poll poll{global_ns()};
   Chosen chosen;
   uint32_t head = 0;  // of the item: its place in order
@@ -340,17 +350,17 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t end = !waits ? 0 : rehearses ? 1 : slots;
     Candidates candidates;
     for (uint32_t i = candidates.next(c, m, x, chosen, 0, end); i < end;) {
-      const Place at = m.order[i];
-      const SlotHeader& h = x.header;
-      const bool admitted = admit(c, at, generation, m, x, rehearses) || rehearses;
-      const bool joins = admitted && chosen.joins(c, h.layer, h.routed);
+      const Place at = m.place(i);
+      int32_t layer, routed;
+      const bool admitted = admit(c, at, generation, m, x, rehearses, layer, routed) || rehearses;
+      const bool joins = admitted && chosen.joins(c, layer, routed);
       if (joins) {
         if (chosen.count == 0) head = i;
-        chosen = {chosen.count + 1, h.layer, chosen.rows + h.routed};
+        chosen = {chosen.count + 1, layer, chosen.rows + routed};
       }
       i = candidates.next(c, m, x, chosen, i + 1, end);
       if (i == end && chosen.count > 0 && !rehearses) mail();
-      if (joins) take(c, rehearses ? nobodys : at, h, chosen.count - 1, m, item);
+      if (joins) take(c, rehearses ? nobodys : at, x.header, chosen.count - 1, m, item);
     }
     const bool over = !rehearses && (chosen.count > 0 || !waits);
     if (over && chosen.count == 0) mail();

@@ -7,8 +7,8 @@
 //
 // Speed. A load from L2 takes 0.3 us, a system fence 1 to 1.5, a kernel boundary 0.6: at a few tokens that is all there
 // is. So kernels issue loads that do not depend on each other together, before the first of them is used, and each
-// fences once. What only an error needs stands in functions of its own, called where nothing else is live: instructions
-// are loads too, and around a call in a loop every turn of it saves registers to memory.
+// fences once. What only an error needs is out of the way: instructions are loads too, and for a call in a loop every
+// turn of it saves registers to memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -55,6 +55,7 @@ struct DeviceControl : Control {
   uint32_t* done;          // [done_words]: CTAs that have finished, and how many of them are against publishing
   int32_t* verdict;        // A [stages]: 1 if the replies that await_kernel waited for may be summed
   int32_t* row;            // F [slots, tokens, topk]: where receive put a choice of a taken slot; -1: nowhere
+  int64_t* refused;        // F [slots]: receive refused a choice: 1 above its expert's number; 0 otherwise
   int64_t* mailbox;        // mapped [kMailbox, kMailWords]
   int32_t* gone;           // mapped [peers]: set by the host when a peer's process ended
   char* near[kNearPeers];  // the first of `peer`
@@ -80,10 +81,10 @@ inline int64_t rank_bytes(int64_t experts, int64_t other, int64_t most) {
 // What dispatch keeps of its plan in shared memory beside that: 8 bytes per expert, 4 per F rank.
 inline __host__ __device__ int64_t plan_bytes(const Geometry& g) { return 8 * g.num_experts + 4 * g.ffn_size; }
 
-// Shared memory of arrive: 12 bytes per slot, 8 per local expert, and a bit per slot, for which kSharedBytes leaves
+// Shared memory of arrive: 8 bytes per slot and per local expert, and a bit per slot, for which kSharedBytes leaves
 // room.
 inline int64_t arrive_bytes(const Geometry& g, int64_t slots) {
-  return 12 * slots + 8 * g.local_experts + (slots + 31) / 32 * 4;
+  return 8 * (slots + g.local_experts) + (slots + 31) / 32 * 4;
 }
 
 #if defined(__CUDACC__)

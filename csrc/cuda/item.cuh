@@ -65,9 +65,7 @@ struct Claim {
   __device__ bool current_in_warp(const ItemToken& at) const { return __all_sync(kWarp, current(at)); }
 };
 
-// Rows of a token's choices: lane k holds choice k, and choice k + 32 (kMaxTopk is 64).
-constexpr int32_t kNowhere = -1;  // for another rank
-constexpr int32_t kRefused = -2;  // the wire said something that cannot be
+// Rows of a token's choices: lane k holds choice k, and choice k + 32 (kMaxTopk is 64); -1: none here.
 struct Choices {
   int32_t row[2];
 };

@@ -157,13 +157,13 @@ PyObject* adopt(PyObject*, PyObject* args) {
   auto* host = reinterpret_cast<Control*>(address);
   const Geometry& g = host->geometry;
   if (g.topk > kMaxTopk || (g.num_experts + g.ffn_size) * 12 > kSharedBytes ||
-      12 * host->slots() + 8 * g.local_experts > kSharedBytes) {
+      8 * (host->slots() + g.local_experts) > kSharedBytes) {
     PyErr_Format(PyExc_ValueError,
-                 "topk is %lld, num_experts + ffn_size is %lld, 3 x slots + 2 x experts of one rank are %lld; on CUDA "
-                 "expected at most %lld, %lld, %lld",
+                 "topk is %lld, num_experts + ffn_size is %lld, slots + experts of one rank are %lld; on CUDA expected "
+                 "at most %lld, %lld, %lld",
                  static_cast<long long>(g.topk), static_cast<long long>(g.num_experts + g.ffn_size),
-                 static_cast<long long>(3 * host->slots() + 2 * g.local_experts), static_cast<long long>(kMaxTopk),
-                 static_cast<long long>(kSharedBytes / 12), static_cast<long long>(kSharedBytes / 4));
+                 static_cast<long long>(host->slots() + g.local_experts), static_cast<long long>(kMaxTopk),
+                 static_cast<long long>(kSharedBytes / 12), static_cast<long long>(kSharedBytes / 8));
     return nullptr;
   }
   const OnDevice on(device);
@@ -205,6 +205,7 @@ PyObject* adopt(PyObject*, PyObject* args) {
   CUDA_OR_RETURN(made.array(&c.done, done_words(g)));
   CUDA_OR_RETURN(made.array(&c.verdict, g.stages));
   CUDA_OR_RETURN(made.array(&c.row, host->role == kFfn ? c.slots() * g.tokens * g.topk : 0));
+  CUDA_OR_RETURN(made.array(&c.refused, host->role == kFfn ? c.slots() : 0));
   const size_t mapped_bytes = (kMailbox * kMailWords + 1) * sizeof(int64_t) + c.peers * sizeof(int32_t);
   CUDA_OR_RETURN(
       cudaHostAlloc(reinterpret_cast<void**>(&c.mailbox), mapped_bytes, cudaHostAllocMapped | cudaHostAllocPortable));

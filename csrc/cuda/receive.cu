@@ -5,9 +5,8 @@
 //   waits    never; launched early, for the rest of arrive, which waits for nothing any more: until the item's tag is
 //            there (acquire, by a thread of each CTA; no deadline, as a kernel boundary has none), and at its end for
 //            arrive's, so that what follows is behind both
-//   fails    a position outside what the header announced: that region is closed, at the end; more rows than the
-//   bucket:
-//            error record
+//   fails    a position outside what the header announced: that region is closed; more rows than the bucket: error
+//            record
 #include "float8.cuh"
 #include "item.cuh"
 #include "kernels.h"
@@ -19,43 +18,43 @@ constexpr int kThreads = 256;
 constexpr int kCtas = 264;
 constexpr int kUnroll = 4;
 
-// The row of one choice. An index from the wire is never used before it is checked.
-__device__ int32_t place(const DeviceControl& c, int32_t experts, const ItemToken& at, int2 position) {
-  if (position.x == -1) return kNowhere;
+// The row of one choice, or -1. An index from the wire is never used before it is checked.
+__device__ int32_t place(const DeviceControl& c, int32_t experts, const ItemToken& at, int2 position, bool& refused) {
+  if (position.x == -1) return -1;
   const bool local = position.x >= 0 && position.x < experts;
   const int64_t e = at.slot * c.geometry.local_experts + (local ? position.x : 0);
   const int32_t count = load_here(&c.counts[e]), first = load_here(&c.first[e]);
-  return local && position.y >= 0 && position.y < count ? first + position.y : kRefused;
+  if (local && position.y >= 0 && position.y < count) return first + position.y;
+  refused = true;
+  c.refused[at.slot] = int64_t{1} << 32 | static_cast<uint32_t>(position.x);
+  return -1;
 }
 
-__device__ Choices place_choices(const DeviceControl& c, int32_t experts, const ItemToken& at, const int2* positions) {
+__device__ Choices place_choices(const DeviceControl& c, int32_t experts, const ItemToken& at, bool& refused) {
   const int32_t k = static_cast<int32_t>(threadIdx.x % 32), topk = static_cast<int32_t>(c.geometry.topk);
   const Claim claim(c, at);
+  const auto* positions = reinterpret_cast<const int2*>(Slot(c.window, c.layout, at.slot).position) + at.token * topk;
   const int2 none = make_int2(-1, -1);
   const int2 a = k < topk && at.routed != 0 ? positions[k] : none;
   const int2 b = k + 32 < topk && at.routed != 0 ? positions[k + 32] : none;
-  if (!claim.current_in_warp(at)) return {kNowhere, kNowhere};
-  return {place(c, experts, at, a), place(c, experts, at, b)};
+  if (!claim.current_in_warp(at)) return {-1, -1};
+  return {place(c, experts, at, a, refused), place(c, experts, at, b, refused)};
 }
 
-__device__ const int2* positions_of(const DeviceControl& c, const ItemToken& at) {
-  return reinterpret_cast<const int2*>(Slot(c.window, c.layout, at.slot).position) + at.token * c.geometry.topk;
-}
-
-// Closes the regions of which this warp refused a choice. Behind all else: in a loop, a call costs every turn of it.
-__device__ __noinline__ void close_refused(const DeviceControl& c, const int32_t* words, uint32_t vectors) {
+// Closes the regions of which this thread refused a choice. Behind all else, see "Speed" in device.cuh. Who finds the
+// mark gone that it left comes after another that closed the region.
+__device__ __noinline__ void close_refused(const DeviceControl& c, const int32_t* words) {
   const Item item(words);
-  const Units units(item.tokens(), vectors, blockIdx.x, kCtas);
-  for (uint32_t unit = units.first; unit < units.count; unit += units.stride) {
-    const ItemToken at = item.token(c, units.row(unit));
-    for (uint32_t k = threadIdx.x % 32; k < c.geometry.topk; k += 32) {
-      if (units.begin(unit) != 0 || rows_of(c, at)[k] != kRefused) continue;
-      ErrorRecord r = error_at(Kind::Protocol, Op::receive, item.layer, at.region, at.stage, at.ring, at.sequence);
-      r.field = static_cast<int32_t>(Field::position);
-      r.expected = -1;
-      r.seen = positions_of(c, at)[k].x;
-      close_region(c, r);
-    }
+  for (int32_t i = 0; i < item.count; ++i) {
+    const ItemToken at = item.at(c, i);
+    const int64_t mark = c.refused[at.slot];
+    if (mark == 0) continue;
+    ErrorRecord r = error_at(Kind::Protocol, Op::receive, item.layer, at.region, at.stage, at.ring, at.sequence);
+    r.field = static_cast<int32_t>(Field::position);
+    r.expected = -1;
+    r.seen = static_cast<int32_t>(mark);
+    if (load_relaxed(&c.region[at.region]) == kAlive) close_region(c, r);
+    c.refused[at.slot] = 0;
   }
 }
 
@@ -110,8 +109,7 @@ __device__ void gather(const DeviceControl& c, const int32_t* words, int4* rows,
       if (s < last) factor = slot.scale[at.token * each + s];
     };
     if constexpr (kScales) load_factor(begin / kBlockLanes + lane);
-    const Choices choices = place_choices(c, experts, at, positions_of(c, at));
-    refused = refused || choices.row[0] == kRefused || choices.row[1] == kRefused;
+    const Choices choices = place_choices(c, experts, at, refused);
     if (begin == 0) {  // for reply
       if (lane < g.topk) rows_of(c, at)[lane] = choices.row[0];
       if (lane + 32 < g.topk) rows_of(c, at)[lane + 32] = choices.row[1];
@@ -144,7 +142,7 @@ __device__ void gather(const DeviceControl& c, const int32_t* words, int4* rows,
       }
     }
   }
-  if (refused) close_refused(c, words, vectors);
+  if (refused) close_refused(c, words);
 }
 
 template <bool kScales>
