@@ -384,7 +384,16 @@ RELAXED_FLAGS = [
     ),
 ]
 MISSING_CHECKS = [
-    Mutant("num_tokens has no limit", "csrc/cpu/arrive.cpp", ((" || h.num_tokens > g.tokens", ""),)),
+    Mutant(
+        "num_tokens has no limit",
+        "csrc/cpu/arrive.cpp",
+        (
+            (
+                "header_fails(g, h,",
+                "header_fails(g, [h] { SlotHeader t = h; if (t.num_tokens > 0) t.num_tokens = 0; return t; }(),",
+            ),
+        ),
+    ),
     Mutant("routed is believed", "csrc/cpu/arrive.cpp", (("sum != h.routed || ", ""),)),
     Mutant("receive believes positions", "csrc/cpu/receive.cpp", (("!position_ok(c, s, p)", "false"),)),
     Mutant("reply believes positions", "csrc/cpu/reply.cpp", (("!position_ok(c, s, p)", "false"),)),
