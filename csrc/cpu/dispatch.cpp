@@ -17,7 +17,7 @@ void dispatch(Control& c, Port port, Rows x, const Ids& ids, const Weights& weig
   const Geometry& g = c.geometry;
   const int64_t tokens = x.count;
   check_ids(op, ids, tokens, g.topk, g.num_experts);
-  const int64_t sequence = c.next[port.stage], ring = sequence % g.depth;
+  const int64_t sequence = c.next[port.stage], ring = ring_of(g, sequence);
   int64_t& busy = c.ring[port.stage * g.depth + ring];
   if (busy >= 0)
     raise(Kind::RingBusy, op, "stage ", port.stage, " has ", g.depth, " dispatches in flight (depth ", g.depth,

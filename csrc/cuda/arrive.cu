@@ -33,6 +33,7 @@ __device__ void watch_peers(const DeviceControl& c, bool across_pcie) {
   __syncwarp();
 }
 
+// A slot.
 struct Place {
   int32_t region, stage, ring;
   __device__ int32_t index(const DeviceControl& c) const {
@@ -182,8 +183,7 @@ struct Counts {
   int64_t sum = 0;
 };
 
-// Closes the region of a slot that breaks the protocol; by all threads, of which the first that speaks says how it
-// does.
+// Closes the region of a slot that breaks the protocol; by all threads, and the first to record it says how it does.
 __device__ __noinline__ void refuse(const DeviceControl& c, Place at, int32_t generation, const SlotHeader& h,
                                     Counts found) {
   ErrorRecord r = error_at(Kind::Protocol, Op::arrive, h.layer, at.region, at.stage, at.ring, h.sequence);

@@ -68,6 +68,9 @@ __host__ __device__ inline int64_t done_index(const Geometry& g, Done which, int
 }
 __host__ __device__ inline int64_t done_words(const Geometry& g) { return 3 * (g.stages + 1); }
 
+// Vectors of 16 bytes in a token's row on the way to an F rank: a multiple, as construction checks.
+inline __host__ __device__ int64_t payload_vectors(const Geometry& g) { return payload_row(g) / 16; }
+
 // Shared memory of rank_choices (ids.cuh) beside `other` bytes of its kernel: 4 bytes per expert for each of its warps.
 // Many experts leave it fewer warps.
 inline __host__ __device__ uint32_t rank_warps(int64_t experts, int64_t other, int64_t most) {

@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ int4 memory[];
   __shared__ Flight flight;
   __shared__ uint32_t skip[kMaxRanks / 32];
-  const Units units(x.count, payload_row(c.geometry) / 16, blockIdx.x - 1, Copy::kCtas);
+  const Units units(x.count, payload_vectors(c.geometry), blockIdx.x - 1, Copy::kCtas);
   if (blockIdx.x > units.ctas) return;  // the plan CTA and the first units.ctas take part
   if (blockIdx.x == 0) {
     write_plan(c, PlanMemory(c.geometry, memory), port, flight, skip, static_cast<uint32_t>(x.count), ids, weights);

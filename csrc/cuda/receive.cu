@@ -41,8 +41,8 @@ __device__ Choices place_choices(const DeviceControl& c, int32_t experts, const 
   return {place(c, experts, at, a, refused), place(c, experts, at, b, refused)};
 }
 
-// Closes the regions of which this thread refused a choice. Behind all else, see "Speed" in device.cuh. Who finds the
-// mark gone that it left comes after another that closed the region.
+// Closes the item's regions that carry a mark, whoever left it; a mark that is gone was acted on by another thread.
+// Behind all else, see "Speed" in device.cuh.
 __device__ __noinline__ void close_refused(const DeviceControl& c, const int32_t* words) {
   const Item item(words);
   for (int32_t i = 0; i < item.count; ++i) {
@@ -73,7 +73,7 @@ __device__ void gather(const DeviceControl& c, const int32_t* words, int4* rows,
   const Geometry& g = c.geometry;
   const int32_t generation = load_here(&c.state->generation);
   const Item item(words);
-  // The last term holds for every item, and all of it is waited for here, at once.
+  // The last term holds for every item with a slot; its head and first slot are waited for here, at once.
   const bool current = (item.count > 0) & (item.generation == generation) & (item.slot[1].y >= 0);
   if (blockIdx.x == kCtas) return write_offsets(c, experts, item, current && item.rows <= capacity, offsets);
   if (!current) return;
@@ -162,15 +162,13 @@ __global__ void __launch_bounds__(kThreads)
   if (tag != 0) await_previous();
 }
 
-uint32_t vectors_of(const DeviceControl& c) { return static_cast<uint32_t>(payload_row(c.geometry) / 16); }
-
 }  // namespace
 
 void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, float* scales, int64_t capacity,
                     int32_t* offsets, cudaStream_t stream) {
   const auto kernel = scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>;
   kernel<<<kCtas + 1, kThreads, 0, stream>>>(c, item, reinterpret_cast<int4*>(rows), scales, capacity, offsets, 0,
-                                             vectors_of(c));
+                                             static_cast<uint32_t>(payload_vectors(c.geometry)));
 }
 
 cudaError_t receive_begins_early(bool* can) {
@@ -195,7 +193,7 @@ cudaError_t launch_arrive_and_receive(const DeviceControl& c, int32_t* item, cha
   config.numAttrs = tag != 0 ? 1 : 0;
   return cudaLaunchKernelEx(&config, scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>, c,
                             static_cast<const int32_t*>(item), reinterpret_cast<int4*>(rows), scales, capacity, offsets,
-                            tag, vectors_of(c));
+                            tag, static_cast<uint32_t>(payload_vectors(c.geometry)));
 }
 
 cudaError_t preload_receive() {
