@@ -137,6 +137,27 @@ def test_lingering_waits_for_the_other_attention_ranks(seed: int) -> None:
                 afd_ops.ExpertServer(ffn, harness.experts_of(TOPOLOGY, 0), linger=linger)
 
 
+def test_lingering_ends_with_the_poll_interval(seed: int) -> None:
+    """fault: a slot that becomes ready late in the interval is lingered for, given up, and lingered for again."""
+    with harness.windows(TOPOLOGY, poll_interval=2.0) as (attention, _, ffn):
+        server = afd_ops.ExpertServer(ffn, harness.experts_of(TOPOLOGY, 0), linger=1.9)
+        module, step = harness.remote(attention), random_step(TOPOLOGY, 4)
+        stream = harness.server_stream(ffn)
+        counts: list[int] = []
+
+        def serve() -> None:
+            with torch.cuda.stream(stream):
+                counts.append(server.step())
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        time.sleep(0.5)
+        ticket = module.dispatch(*step[:3])
+        thread.join(10)
+        assert counts == [1]
+        assert torch.equal(module.combine(ticket, step[3]), expected(TOPOLOGY, *step))
+
+
 def test_drain_answers_what_arrived_after_the_last_look(seed: int) -> None:
     """fault: a request comes while an empty step returns, drain() is called, and the server ends without an answer."""
     with harness.windows(TOPOLOGY) as (attention, _, ffn):

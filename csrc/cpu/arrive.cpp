@@ -144,7 +144,10 @@ void arrive(Control& c, int32_t* item) {
     if (!more && choose(c, item) > 0) break;
     if (atomic(c.abort).load() != 0) raise(Kind::Aborted, Op::arrive, "the window is being reset or closed");
     if (atomic(c.failed).load() != 0) raise_failed(c, Op::arrive);
-    if (backoff.pause() >= c.poll_ns) return;
+    if (backoff.pause() < c.poll_ns) continue;
+    watch_peers(c);
+    if (more && choose(c, item) > 0) break;  // whom it lingered for: not for another interval
+    return;
   }
   count(c.counters[k_items], 1);
   count(c.counters[k_rows], item[kItemRows]);

@@ -124,9 +124,11 @@ struct Poll {
       if (strange != kEmpty) refuse_flag(c, strange_at, strange);
       strange = kEmpty;
       __syncwarp();
-      bool over = has_failed(c) || global_ns() - start > c.poll_ns;
-      if (turn % 256 == 0) over |= ask_host(&c.mapped->abort) != 0;
-      if (__any_sync(kWarp, over)) return false;
+      bool stop = has_failed(c);
+      if (turn % 256 == 0) stop |= ask_host(&c.mapped->abort) != 0;
+      if (__any_sync(kWarp, stop)) return false;
+      // Whom it lingers for, it takes: not for another interval.
+      if (__any_sync(kWarp, global_ns() - start > c.poll_ns)) return seen > 0;
     }
   }
 };
