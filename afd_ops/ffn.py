@@ -88,7 +88,8 @@ class ExpertServer:
             self._places = window.id, item, rows, scales, self.inputs.rows.shape[0], offsets
 
     def step(self) -> int:
-        """Waits up to the poll interval for an item and answers it; returns how many slots it held (0: nothing came).
+        """Waits up to the poll interval for an item and answers it; returns how many slots it held (0: nothing came
+        that may be answered).
 
         Raises:
             RuntimeError: as the ops and `experts` raise it; `run` handles that.

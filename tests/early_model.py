@@ -12,10 +12,11 @@ from model_checker import Kind, Model, Step
 
 @dataclass(frozen=True)
 class EarlyReceive:
-    """``launches`` pairs of arrive and receive. Arrive mails, writes the item, releases its tag, writes its own state.
+    """``launches`` pairs of arrive and receive. Arrive finds something, writes the item, releases its tag, writes its
+    own state.
 
     A store lands at any moment after it was issued; when a kernel has ended its stores have landed. A receive may begin
-    once its arrive has mailed, and an arrive once the receive before it has ended.
+    once its arrive has found something, and an arrive once the receive before it has ended.
     """
 
     tag_of_its_own: bool = True
@@ -36,7 +37,7 @@ class Phase(IntEnum):
 
     WAITING = 0
     BEGUN = 1
-    MAILED = 2
+    FOUND = 2
     ITEM_ISSUED = 3
     TAG_ISSUED = 4
     STATE_ISSUED = 5
@@ -63,7 +64,7 @@ class EarlyState(NamedTuple):
 
 
 ISSUES = {
-    Phase.MAILED: ("item", Phase.ITEM_ISSUED),
+    Phase.FOUND: ("item", Phase.ITEM_ISSUED),
     Phase.ITEM_ISSUED: ("tag", Phase.TAG_ISSUED),
     Phase.TAG_ISSUED: ("state", Phase.STATE_ISSUED),
 }
@@ -107,7 +108,7 @@ class EarlyModel(Model[EarlyState]):
             old = state.memory.state != n
             yield f"arrive {n} begins", None if old else to(Phase.BEGUN), Kind.STATE_OLD if old else None
         elif phase == Phase.BEGUN:
-            yield f"arrive {n} mails", to(Phase.MAILED), None
+            yield f"arrive {n} finds something", to(Phase.FOUND), None
         elif phase in ISSUES:
             field, then = ISSUES[phase]
             yield f"arrive {n} writes its {field}", to(then)._replace(pending=state.pending | {(n, field)}), None
@@ -120,7 +121,7 @@ class EarlyModel(Model[EarlyState]):
 
         early, phase, arrive = self.early, state.receives[n], state.arrives[n]
         if phase == Phase.WAITING:
-            if arrive >= Phase.MAILED and not (arrive == Phase.FAILED and early.no_receive_without_arrive):
+            if arrive >= Phase.FOUND and not (arrive == Phase.FAILED and early.no_receive_without_arrive):
                 yield f"receive {n} begins", to(Phase.BEGUN), None
         elif phase == Phase.BEGUN:
             if not early.receive_waits_for_tag or state.memory.tag >= self._tag(n):

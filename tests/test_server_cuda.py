@@ -4,6 +4,7 @@ the device to the host."""
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,19 @@ from typing import Any
 import harness
 import pytest
 import torch
-from cuda_cluster import BY_HAND, LAYERS, Cluster, capturing, cluster, device_experts, inputs, one_step, oracle
+from cuda_cluster import (
+    BY_HAND,
+    LAYERS,
+    TICKET_RING,
+    Cluster,
+    capturing,
+    cluster,
+    device_experts,
+    inputs,
+    one_step,
+    oracle,
+    slot_index,
+)
 from torch import Tensor
 
 import afd_ops
@@ -139,6 +152,53 @@ def test_a_step_of_a_server_is_not_captured(seed: int) -> None:
             capturing(graph, torch.cuda.Stream(ffn.heap.device)),
         ):
             server.step()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_server_goes_on_beside_a_slot_that_is_refused(together: bool, seed: int) -> None:
+    """fault: arrive lets receive onto the device when it has found a slot, refuses the slot, and waits for another one
+    with receive in the way."""
+    with cluster(afd_ops.Topology(2, 1, 7), **BY_HAND) as ready:
+        (ffn,) = ready.ffn
+        modules = [harness.remote(window, 1) for window in ready.attention]
+        steps = [one_step(window, 5) for window in ready.attention]
+        want = oracle(*steps[0], 1)
+        bad = modules[1].dispatch(*steps[1][:3])
+        harness.poke(ffn, slot_index(ffn, 1, 0, int(bad[0, TICKET_RING])), "magic", 0)
+        if not together:
+            begun = time.monotonic()
+            assert ready.answer() == [0]
+            assert time.monotonic() - begun < BY_HAND["poll_interval"] / 2
+        good = modules[0].dispatch(*steps[0][:3])
+        harness.synchronize()
+        assert ready.answer() == [1]
+        outs = [module.combine(t, s[3]) for module, t, s in zip(modules, (good, bad), steps, strict=True)]
+        harness.synchronize()
+        assert torch.equal(outs[0], want) and bool(outs[1].isnan().all())
+        (record,) = ffn.errors()
+        assert (record["kind"], record["peer"]) == ("Protocol", 1)
+        with pytest.raises(afd_ops.PeerFailedError):
+            ready.attention[1].check()
+
+
+def test_a_server_waits_on_when_none_of_several_slots_may_be_answered(seed: int) -> None:
+    """fault: as above; arrive has several slots to look at, refuses them all, and waits."""
+    with cluster(afd_ops.Topology(3, 1, 7), **BY_HAND) as ready:
+        (ffn,) = ready.ffn
+        modules = [harness.remote(window, 1) for window in ready.attention]
+        steps = [one_step(window, 5) for window in ready.attention]
+        for rank in (0, 1):
+            ticket = modules[rank].dispatch(*steps[rank][:3])
+            harness.poke(ffn, slot_index(ffn, rank, 0, int(ticket[0, TICKET_RING])), "magic", 0)
+        counts: list[list[int]] = []
+        thread = threading.Thread(target=lambda: counts.append(ready.answer()), daemon=True)
+        thread.start()
+        time.sleep(0.3)
+        good = modules[2].dispatch(*steps[2][:3])
+        thread.join(10)
+        assert counts == [[1]]
+        assert torch.equal(modules[2].combine(good, steps[2][3]), oracle(*steps[2], 1))
+        assert [record["peer"] for record in ffn.errors()] == [0, 1]
 
 
 def test_an_empty_item_names_no_layer_whatever_lies_in_the_slots(seed: int) -> None:

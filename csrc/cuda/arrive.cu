@@ -6,7 +6,7 @@
 //            It is written before the item's places are: what the host launches for it runs behind receive, which
 //            comes after this kernel or, launched early, waits for the tag that is released last
 //   waits    until a slot is ready (and `linger` longer for more) or the poll interval is over; an empty item is not an
-//            error
+//            error, and is also what a server gets when the only ready slot is refused
 //   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
 // The choice is csrc/cpu/arrive.cpp's: see there for why it is fair.
 #include "device.cuh"
@@ -71,6 +71,7 @@ struct Choosing {
 // What the warps tell each other.
 struct Exchange {
   SlotHeader header;
+  int32_t ready;  // slots that the last wait found
   uint32_t candidate;
   int64_t sums[kWarps];
   uint32_t most[kWarps];
@@ -84,9 +85,9 @@ struct Poll {
   int32_t strange = kEmpty;  // a flag word that this lane saw and nobody may have written, and where
   Place strange_at{};
 
-  // Until a slot is ready; m.ready says which. With `once` also if none is. False: there is nothing to wait for any
-  // more.
-  __device__ bool wait(const DeviceControl& c, const Choosing& m, int64_t linger_ns, bool once) {
+  // Until a slot is ready; m.ready says which, x.ready how many. With `once` also if none is. False: there is nothing
+  // to wait for any more.
+  __device__ bool wait(const DeviceControl& c, const Choosing& m, Exchange& x, int64_t linger_ns, bool once) {
     const uint32_t lane = threadIdx.x, slots = static_cast<uint32_t>(c.slots());
     while (true) {
       int32_t seen = 0;
@@ -111,6 +112,7 @@ struct Poll {
         if (lane == 0) m.ready[base / 32] = found;
         seen += __popc(found);
       }
+      if (lane == 0) x.ready = seen;
       if (seen > 0) {
         if (linger_ns == 0) return true;
         const int64_t now = global_ns();
@@ -209,9 +211,10 @@ __device__ __noinline__ void refuse(const DeviceControl& c, Place at, int32_t ge
 }
 
 // Checks a ready slot's header and counts; false (region closed) if the protocol forbids them, or it was closed before.
-// One answer for all threads, and one header, left in x: a peer may be overwriting it. A rehearsal closes nothing.
+// One answer for all threads, and one header, left in x: a peer may be overwriting it. A rehearsal closes nothing. Lets
+// receive onto the device if it is told to: not while more slots are to be checked, it would be in the way.
 __device__ bool admit(const DeviceControl& c, Place at, int32_t generation, const Choosing& m, Exchange& x,
-                      bool rehearses, int32_t& layer, int32_t& routed) {
+                      bool rehearses, bool begins_next, int32_t& layer, int32_t& routed) {
   const Geometry& g = c.geometry;
   const Slot slot(c.window, c.layout, at.index(c));
   constexpr int kHeaderWords = sizeof(SlotHeader) / 4;
@@ -220,6 +223,8 @@ __device__ bool admit(const DeviceControl& c, Place at, int32_t generation, cons
   const int32_t word = thread < kHeaderWords ? reinterpret_cast<const int32_t*>(slot.header)[thread] : 0;
   int32_t n = thread < width ? slot.counts[thread] : 0;
   const int32_t state = load_relaxed(&c.region[at.region]);
+  // It takes a microsecond to get here, in which the check and the mail are done.
+  if (begins_next) begin_next();
   __syncthreads();  // x has been read
   if (thread < kHeaderWords) reinterpret_cast<int32_t*>(&x.header)[thread] = word;
   int64_t mine = 0;
@@ -344,17 +349,19 @@ __global__ void __launch_bounds__(kThreads)
   // is, taken as slot number `slots`, which is nobody's. What a kernel meets for the first time, instructions above
   // all, costs microseconds, and later a peer waits for it.
   enum { kLook, kRehearse, kWait } phase = kLook;
+  bool sole = false;  // no other slot was ready: receive is on its way, and nothing is waited for from here on
   while (true) {
     const bool rehearses = phase == kRehearse;
     if (rehearses && threadIdx.x == 0) m.ready[0] = 1;
-    if (waits && !rehearses && threadIdx.x < 32) waits = poll.wait(c, m, linger_ns, phase == kLook);
+    if (waits && !rehearses && threadIdx.x < 32) waits = poll.wait(c, m, x, linger_ns, phase == kLook);
     waits = __syncthreads_and(waits);
     const uint32_t end = !waits ? 0 : rehearses ? 1 : slots;
     Candidates candidates;
     for (uint32_t i = candidates.next(c, m, x, chosen, 0, end); i < end;) {
       const Place at = m.place(i);
       int32_t layer, routed;
-      const bool admitted = admit(c, at, generation, m, x, rehearses, layer, routed) || rehearses;
+      sole = !rehearses && x.ready == 1;
+      const bool admitted = admit(c, at, generation, m, x, rehearses, sole && tag != 0, layer, routed) || rehearses;
       const bool joins = admitted && chosen.joins(c, layer, routed);
       if (joins) {
         if (chosen.count == 0) head = i;
@@ -364,8 +371,11 @@ __global__ void __launch_bounds__(kThreads)
       if (i == end && chosen.count > 0 && !rehearses) mail();
       if (joins) take(c, rehearses ? nobodys : at, x.header, chosen.count - 1, m, item);
     }
-    const bool over = !rehearses && (chosen.count > 0 || !waits);
-    if (over && chosen.count == 0) mail();
+    const bool over = !rehearses && (chosen.count > 0 || sole || !waits);
+    if (over && chosen.count == 0) {
+      __syncthreads();  // whoever refused a slot has said so
+      mail();
+    }
     place_rows(c, m, x, chosen.count);
     if (over) break;
     chosen = {};
