@@ -18,8 +18,8 @@ first kernel can be earlier. `stock`: the FFN side as the ancestors had it: the 
 copies, index_select, the same experts, index_add_.
 
 How long the host's launch of a graph takes differs between processes by microseconds. Of the runs of --repeat, each in
-a fresh process, all are recorded, and of each path and size the one with the median time to the first kernel is
-reported (of an even number the slower one).
+a fresh process, that with the median time to the first kernel is reported, path by path and size by size (of an even
+number the slower one); the times of all runs stand beside it.
 
 Results are compared with plain float32 for some tokens, before and after timing. Every wait has a deadline.
 """
@@ -576,9 +576,10 @@ def main() -> None:
     runs = [in_a_fresh_process(args) for _ in range(args.repeat)]
     rows = middle(runs)
     figures = summary(runs, rows)
-    common.write(args.out, rows, versions={"cuda": str(torch.version.cuda)}, summary=figures, runs=runs)
+    seconds = [run["seconds"] for run in runs]
+    common.write(args.out, rows, versions={"cuda": str(torch.version.cuda)}, summary=figures, seconds=seconds)
     print(table(rows))
-    print({name: value for name, value in figures.items() if name != "trace"}, [run["seconds"] for run in runs])
+    print({name: value for name, value in figures.items() if name != "trace"}, seconds)
 
 
 if __name__ == "__main__":
