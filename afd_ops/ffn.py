@@ -39,8 +39,8 @@ class ExpertServer:
         window: an FFN rank's.
         experts: see `Experts`; engines bring their own kernels. `CapturedExperts` replays graphs.
         linger: seconds to wait, once a slot is ready, for those of other attention ranks; 0 takes what is ready.
-            Waiting ends when as many slots are ready as there are attention ranks. A few microseconds; below the
-            window's poll_interval.
+            Waiting ends when as many slots are ready as attention ranks are left, and with the window's poll_interval.
+            A few microseconds; below that interval.
 
     Items are received into buffers of the server (`CapturedExperts` brings them), so `experts` must not keep its
     arguments.

@@ -158,6 +158,20 @@ def test_lingering_ends_with_the_poll_interval(seed: int) -> None:
         assert torch.equal(module.combine(ticket, step[3]), expected(TOPOLOGY, *step))
 
 
+def test_lingering_does_not_wait_for_ranks_that_have_ended(seed: int) -> None:
+    """fault: once an attention rank had left, every item waited for it as long as the server lingers."""
+    with harness.windows(TOPOLOGY, poll_interval=2.0) as (attention, gone, ffn):
+        server = afd_ops.ExpertServer(ffn, harness.experts_of(TOPOLOGY, 0), linger=1.5)
+        module, step = harness.remote(attention), random_step(TOPOLOGY, 4)
+        gone.close()
+        ticket = module.dispatch(*step[:3])
+        begun = time.monotonic()
+        with torch.cuda.stream(harness.server_stream(ffn)):
+            assert server.step() == 1
+        assert time.monotonic() - begun < 1.0
+        assert torch.equal(module.combine(ticket, step[3]), expected(TOPOLOGY, *step))
+
+
 def test_drain_answers_what_arrived_after_the_last_look(seed: int) -> None:
     """fault: a request comes while an empty step returns, drain() is called, and the server ends without an answer."""
     with harness.windows(TOPOLOGY) as (attention, _, ffn):

@@ -10,6 +10,8 @@
 // checked before its turn, so that an item costs what it holds, however much is ready. The next scan begins at the
 // region behind the head's. The cursor counts regions on through the rounds, and in round n a region's scan begins
 // at its slot n. So a region waits for at most one item per other region, and a slot for one per other slot.
+#include <algorithm>
+
 #include "kernels.h"
 #include "wait.h"
 
@@ -132,22 +134,22 @@ int32_t ready(const Control& c) {
 void arrive(Control& c, int32_t* item) {
   Backoff backoff;
   const int64_t linger = atomic(c.linger_ns).load();
-  int64_t since = -1;  // when a slot was first seen ready
+  int64_t since = -1, waited = 0;  // since: when a slot was first seen ready
   bool more = linger > 0;
   for (;;) {
     watch_peers(c);
     if (more) {
       const int32_t n = ready(c);
+      const int64_t alive = std::count(c.region, c.region + c.peers, int32_t{kAlive});
       if (n > 0 && since < 0) since = now_ns();
-      more = n < c.peers && (since < 0 || now_ns() - since < linger);
+      // Whom it lingered for, it takes when the interval is over: not for another one.
+      more = waited < c.poll_ns && n < alive && (since < 0 || now_ns() - since < linger);
     }
     if (!more && choose(c, item) > 0) break;
     if (atomic(c.abort).load() != 0) raise(Kind::Aborted, Op::arrive, "the window is being reset or closed");
     if (atomic(c.failed).load() != 0) raise_failed(c, Op::arrive);
-    if (backoff.pause() < c.poll_ns) continue;
-    watch_peers(c);
-    if (more && choose(c, item) > 0) break;  // whom it lingered for: not for another interval
-    return;
+    if (waited >= c.poll_ns) return;
+    waited = backoff.pause();
   }
   count(c.counters[k_items], 1);
   count(c.counters[k_rows], item[kItemRows]);

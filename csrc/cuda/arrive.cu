@@ -77,6 +77,15 @@ struct Exchange {
   uint32_t most[kWarps];
 };
 
+// Regions that may still send something; of a warp.
+__device__ int32_t regions_alive(const DeviceControl& c) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+  int32_t alive = 0;
+  for (int32_t base = 0; base < c.peers; base += 32)
+    alive += __popc(__ballot_sync(kWarp, base + lane < c.peers && load_relaxed(&c.region[base + lane]) == kAlive));
+  return alive;
+}
+
 // The first warp's wait. Its lanes own every 32nd slot in order.
 struct Poll {
   int64_t start, since = 0;  // since: when a slot was first seen ready
@@ -117,7 +126,7 @@ struct Poll {
         if (linger_ns == 0) return true;
         const int64_t now = global_ns();
         if (since == 0) since = now;
-        if (__any_sync(kWarp, seen >= c.peers || now - since >= linger_ns)) return true;
+        if (__any_sync(kWarp, seen >= regions_alive(c) || now - since >= linger_ns)) return true;
       } else if (once) {
         return true;
       }
