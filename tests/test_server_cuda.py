@@ -168,7 +168,8 @@ def test_a_server_goes_on_beside_a_slot_that_is_refused(together: bool, seed: in
         if not together:
             begun = time.monotonic()
             assert ready.answer() == [0]
-            assert time.monotonic() - begun < BY_HAND["poll_interval"] / 2
+            if torch.cuda.get_device_capability(ffn.heap.device)[0] >= 9:  # else receive is not on its way
+                assert time.monotonic() - begun < BY_HAND["poll_interval"] / 2
         good = modules[0].dispatch(*steps[0][:3])
         harness.synchronize()
         assert ready.answer() == [1]
@@ -181,24 +182,41 @@ def test_a_server_goes_on_beside_a_slot_that_is_refused(together: bool, seed: in
             ready.attention[1].check()
 
 
-def test_a_server_waits_on_when_none_of_several_slots_may_be_answered(seed: int) -> None:
-    """fault: as above; arrive has several slots to look at, refuses them all, and waits."""
+def answer_with_ops(server: afd_ops.ExpertServer) -> int:
+    item, layer, rows = harness.take(server)
+    received = torch.ops.afd.receive(item, server.port, server.window.id, rows)
+    torch.ops.afd.reply(server.experts(*received, layer), item, server.port, server.window.id)
+    return int(item[0, _C.ITEM_COUNT])
+
+
+@pytest.mark.parametrize("refused, answer", [([0, 1], afd_ops.ExpertServer.step), ([0], answer_with_ops)])
+def test_arrive_waits_on_when_it_has_refused_what_was_ready(
+    refused: list[int], answer: Callable[[afd_ops.ExpertServer], int], seed: int
+) -> None:
+    """fault: arrive ends empty before the poll interval does: a server's, when it has refused several slots as it does
+    when it has refused the only one; or the op, with no receive in the way."""
     with cluster(afd_ops.Topology(3, 1, 7), **BY_HAND) as ready:
         (ffn,) = ready.ffn
         modules = [harness.remote(window, 1) for window in ready.attention]
         steps = [one_step(window, 5) for window in ready.attention]
-        for rank in (0, 1):
+        for rank in refused:
             ticket = modules[rank].dispatch(*steps[rank][:3])
             harness.poke(ffn, slot_index(ffn, rank, 0, int(ticket[0, TICKET_RING])), "magic", 0)
-        counts: list[list[int]] = []
-        thread = threading.Thread(target=lambda: counts.append(ready.answer()), daemon=True)
+        harness.synchronize()
+        counts: list[int] = []
+
+        def serve() -> None:
+            with torch.cuda.stream(ready.streams[0]), torch.inference_mode():
+                counts.append(answer(ready.servers[0]))
+
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         time.sleep(0.3)
         good = modules[2].dispatch(*steps[2][:3])
         thread.join(10)
-        assert counts == [[1]]
+        assert counts == [1]
         assert torch.equal(modules[2].combine(good, steps[2][3]), oracle(*steps[2], 1))
-        assert [record["peer"] for record in ffn.errors()] == [0, 1]
+        assert [record["peer"] for record in ffn.errors()] == refused
 
 
 def test_an_empty_item_names_no_layer_whatever_lies_in_the_slots(seed: int) -> None:

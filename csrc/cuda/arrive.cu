@@ -6,7 +6,7 @@
 //            It is written before the item's places are: what the host launches for it runs behind receive, which
 //            comes after this kernel or, launched early, waits for the tag that is released last
 //   waits    until a slot is ready (and `linger` longer for more) or the poll interval is over; an empty item is not an
-//            error, and is also what a server gets when the only ready slot is refused
+//            error, and is also what is said when receive is on its way and the only ready slot is refused
 //   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
 // The choice is csrc/cpu/arrive.cpp's: see there for why it is fair.
 #include "device.cuh"
@@ -232,7 +232,7 @@ __device__ bool admit(const DeviceControl& c, Place at, int32_t generation, cons
   const int32_t word = thread < kHeaderWords ? reinterpret_cast<const int32_t*>(slot.header)[thread] : 0;
   int32_t n = thread < width ? slot.counts[thread] : 0;
   const int32_t state = load_relaxed(&c.region[at.region]);
-  // It takes a microsecond to get here, in which the check and the mail are done.
+  // receive takes a microsecond to get onto the device; by then the check and the mail are done.
   if (begins_next) begin_next();
   __syncthreads();  // x has been read
   if (thread < kHeaderWords) reinterpret_cast<int32_t*>(&x.header)[thread] = word;
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(kThreads)
   // is, taken as slot number `slots`, which is nobody's. What a kernel meets for the first time, instructions above
   // all, costs microseconds, and later a peer waits for it.
   enum { kLook, kRehearse, kWait } phase = kLook;
-  bool sole = false;  // no other slot was ready: receive is on its way, and nothing is waited for from here on
+  bool sole = false;  // the only slot, and receive is on its way: nothing is waited for from here on
   while (true) {
     const bool rehearses = phase == kRehearse;
     if (rehearses && threadIdx.x == 0) m.ready[0] = 1;
@@ -369,8 +369,8 @@ __global__ void __launch_bounds__(kThreads)
     for (uint32_t i = candidates.next(c, m, x, chosen, 0, end); i < end;) {
       const Place at = m.place(i);
       int32_t layer, routed;
-      sole = !rehearses && x.ready == 1;
-      const bool admitted = admit(c, at, generation, m, x, rehearses, sole && tag != 0, layer, routed) || rehearses;
+      sole = tag != 0 && !rehearses && x.ready == 1;
+      const bool admitted = admit(c, at, generation, m, x, rehearses, sole, layer, routed) || rehearses;
       const bool joins = admitted && chosen.joins(c, layer, routed);
       if (joins) {
         if (chosen.count == 0) head = i;
@@ -382,7 +382,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     const bool over = !rehearses && (chosen.count > 0 || sole || !waits);
     if (over && chosen.count == 0) {
-      __syncthreads();  // whoever refused a slot has said so
+      __syncthreads();         // whoever refused a slot has said so,
+      __threadfence_system();  // and the host hears of that before it hears of nothing
       mail();
     }
     place_rows(c, m, x, chosen.count);

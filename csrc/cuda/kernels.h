@@ -41,8 +41,8 @@ void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, flo
                     int32_t* offsets, cudaStream_t stream);
 void launch_reply(const DeviceControl& c, DeviceRows expert_out, const int32_t* item, cudaStream_t stream);
 
-// arrive and receive. A tag that is not 0 brings receive onto the device while arrive still writes the item, where the
-// device can do that; each launch of a window has the next one.
+// arrive and receive. A tag that is not 0 brings receive onto the device while arrive still checks and writes the item,
+// where the device can do that; each launch of a window has the next one.
 cudaError_t receive_begins_early(bool* can);
 cudaError_t launch_arrive_and_receive(const DeviceControl& c, int32_t* item, char* rows, float* scales,
                                       int64_t capacity, int32_t* offsets, int32_t tag, cudaStream_t stream);
