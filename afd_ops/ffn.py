@@ -212,19 +212,21 @@ class ExpertServer:
 
     def _give_up(self, error: BaseException, generation: int) -> None:
         window = self.window
+        if not isinstance(error, Exception):  # such as KeyboardInterrupt, which the caller must get to see
+            if not window.closed and window.generation == generation:
+                window.poison(generation)
+            return
         if window.closed:
             raise ClosedError(f"window {window.id} was closed while its server ran") from error
         if window.generation != generation:  # what it was answering has been dropped
             raise AbortedError(f"window {window.id} was reset while its server ran") from error
         try:
-            if isinstance(error, Exception):
-                window.raise_typed(error)
+            window.raise_typed(error)
         except (AbortedError, ClosedError):
             raise
         except Exception:
             window.poison(generation)
             raise
-        window.poison(generation)
 
 
 class GroupedSwiGLU(nn.Module):

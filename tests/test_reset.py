@@ -276,6 +276,33 @@ def test_a_server_that_computes_during_a_reset_does_not_stop_the_next_generation
         flight.assert_answered()
 
 
+@pytest.mark.parametrize("then", ["reset", "closed"])
+def test_an_interrupt_stays_one_whatever_became_of_the_window(then: str) -> None:
+    """fault: Ctrl-C while experts were at work in a window that another thread had reset or closed came out of run() as
+    AbortedError or ClosedError, after which an engine opens the next window and goes on."""
+    with harness.windows(PAIR) as windows:
+        attention, ffn = windows
+
+        def experts(rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
+            if then == "reset":
+                reset(windows)
+            else:
+                ffn.close()
+            raise KeyboardInterrupt
+
+        flight = ask(attention)
+        with pytest.raises(KeyboardInterrupt):
+            ExpertServer(ffn, experts).run()
+        if then == "reset":
+            attention.check()
+            again = ask(attention)
+            assert server_of(ffn).step() == 1
+            again.assert_answered()
+        else:
+            with raises(attention, afd_ops.PeerLeftError):
+                flight.combine()
+
+
 def test_a_step_that_spans_a_reset_does_not_stop_the_next_generation() -> None:
     """fault: one lane is refused its old ticket, and that exception poisons what another lane has since sent."""
     with harness.windows(PAIR, stages=2) as windows:
