@@ -36,12 +36,13 @@ def expected_rows(
     if not 0 <= share <= 1:
         raise ValueError(f"share is {share}, expected 0 to 1")
     rows: Counter[int] = Counter()
+    least = 1 if share > 0 else 0
     for count in tokens:
         for ranks in range(1, topology.attention_size + 1):
             choices = ranks * count * topk
             mean, deviation = choices * share, math.sqrt(choices * share * (1 - share))
             for sigmas in (-2, 0, 2):
-                rows[min(choices, max(1, round(mean + sigmas * deviation)))] += 1
+                rows[min(choices, max(least, round(mean + sigmas * deviation)))] += 1
     return rows
 
 

@@ -82,6 +82,8 @@ def test_expected_rows_follow_the_expert_map_and_the_share() -> None:
         rows = expected_rows(topology, rank, topk=3, tokens=[100])
         assert {100 * owned, 200 * owned} <= rows.keys() and max(rows) <= 600
     assert expected_rows(topology, 0, topk=3, tokens=[100], share=1.0).keys() == {300, 600}
+    none = expected_rows(afd_ops.Topology(1, 4, 5), 3, topk=2, tokens=[8])  # owns no expert
+    assert none.keys() == {0} and ladder(none, 16) == ()
     with pytest.raises(ValueError, match=r"share is 1\.5, expected 0 to 1"):
         expected_rows(topology, 0, topk=3, tokens=[1], share=1.5)
     with pytest.raises(ValueError, match=r"padding is 0\.5, expected 0 to less than 0\.5"):
