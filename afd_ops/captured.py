@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from array import array
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -100,12 +101,11 @@ class CapturedExperts:
         self.live_rows = self.bucket_rows = 0
         self.graph_table = array("q")
         self._entries: list[Entry[_Graph]] = []
-        self._pool: Any = None
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._graphs: GraphCache[_Graph] = GraphCache(self._capture, self._release, lambda: self.nbytes, limit)
 
     def capture(self, layers: Iterable[int], buckets: Iterable[int]) -> None:
-        """Captures every bucket for every layer, the largest first; what is there already stays.
+        """Captures every bucket for every layer, the largest first; what is there already stays, within the limit.
 
         Waits for the device. Not while a server runs on these experts. On a GPU that an attention rank of this process
         shares, not after that rank's first dispatch: allocating may wait for its kernels, which wait for the answer.
@@ -169,14 +169,16 @@ class CapturedExperts:
             with torch.cuda.stream(self._stream):  # loads this size's kernels, which a capture may not
                 self.experts(*arguments, layer)
             torch.cuda.empty_cache()  # else the pool of the graphs would stand beside as much cached memory
-        if len(self._graphs) == 0:
-            self._pool = torch.cuda.graph_pool_handle()
+        # The memory of one as large or larger, which is enough. A pool gives back nothing before its last graph goes: a
+        # graph larger than all others, which may go beyond the limit, must not make theirs grow.
+        pools = [entry.graph.graph.pool() for entry in self._graphs if entry.bucket >= bucket]
+        pool = pools[0] if pools else torch.cuda.graph_pool_handle()
         self._stream.synchronize()
         before, _ = torch.cuda.mem_get_info()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # Not torch.cuda.graph: it collects garbage and empties the cache each time. Other threads may launch.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        with torch.cuda.stream(self._stream), _no_garbage_collection():
+            # Not torch.cuda.graph: it empties the cache each time. Other threads may launch.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 out = self.experts(*arguments, layer).contiguous()
             except BaseException:
@@ -193,11 +195,23 @@ class CapturedExperts:
 
     def _release(self, graph: _Graph) -> None:
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what is counted below is the graph's
         before, _ = torch.cuda.mem_get_info()
         graph.graph.reset()
-        if len(self._graphs) == 0:
-            torch.cuda.empty_cache()  # the pool's
+        torch.cuda.empty_cache()  # its pool's, if it was the last one there
         self.nbytes -= torch.cuda.mem_get_info()[0] - before
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A graph that is found to be garbage while this thread captures would be destroyed, which ends the capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def device_memory(address: int, nbytes: int, device: torch.device | str) -> Tensor:

@@ -346,6 +346,46 @@ def test_graphs_keep_to_their_limit_and_outlive_a_window(seed: int) -> None:
             assert none.stats()["graphs"] < free.stats()["graphs"]
 
 
+def test_a_size_that_does_not_fit_takes_no_other_graph_away() -> None:
+    """fault: it was captured into the pool of all others, which then stayed as large when it had gone; so they went."""
+
+    def experts(rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
+        return rows + torch.zeros((rows.shape[0], 1 << 16), dtype=torch.uint8, device=rows.device).sum()
+
+    sizes: dict[str, Any] = dict(rows=512, hidden=256, owned=1, dtype=torch.bfloat16, device="cuda")
+    made = afd_ops.CapturedExperts(experts, **sizes)
+    made.capture(range(2), [16, 64])
+    made._graphs.limit = made.nbytes + (16 << 20)
+    made.capture(range(2), [512])  # takes 32 MB while it is there
+    assert made.stats()["uses"].keys() == {(layer, rows) for layer in range(2) for rows in (16, 64)}
+    assert made.nbytes <= made._graphs.limit
+    made.capture(range(2, 4), [64])
+    assert made.stats()["graphs"] == 6
+
+
+def test_a_graph_that_is_garbage_does_not_end_a_capture() -> None:
+    """fault: captured experts that an engine has dropped are garbage that refers to itself; collected during the next
+    ones' capture, their graphs were destroyed there, and the capture failed: operation not permitted."""
+    spare = []
+
+    def experts(rows: Tensor, scales: Tensor, offsets: Tensor, layer: int) -> Tensor:
+        if spare and torch.cuda.is_current_stream_capturing():
+            cycle = [spare.pop()]
+            cycle.append(cycle)
+            del cycle
+            assert [[] for _ in range(100_000)]  # far more than the collector lets pass
+        return rows + 1
+
+    def made() -> afd_ops.CapturedExperts:
+        sizes: dict[str, Any] = dict(rows=16, hidden=256, owned=1, dtype=torch.bfloat16, device="cuda")
+        captured = afd_ops.CapturedExperts(experts, **sizes)
+        captured.capture([0], [16])
+        return captured
+
+    spare.append(made())
+    assert made().stats()["graphs"] == 1 and not spare
+
+
 def test_four_ranks_and_two_stages_together_are_exact(seed: int) -> None:
     """Batches of any composition, captured and eager, while every lane runs free."""
     topology, turns, count = afd_ops.Topology(4, 1, 7), 60, 24
