@@ -9,7 +9,8 @@ steps.
 
 `arrival`: the FFN rank waits when the dispatches come. A kernel beside it watches the first one's flag and notes the
 time at which it is there; the first kernel of the experts, and one behind the last reply, note theirs, all by the clock
-of that GPU. `ready`: all dispatches are there before the server looks, so that those that fit make one item; timed by
+of that GPU. Of several ranks the first dispatch makes an item by itself: this is the time of an item of one slot, while
+others arrive. `ready`: all dispatches are there before the server looks, so that those that fit make one item; timed by
 events around its steps. `gemm`: the two grouped GEMMs of that item alone.
 
 Paths: `ours`: ExpertServer with captured experts. `eager`: the same without graphs. `resident`: arrive, receive,
@@ -18,8 +19,7 @@ first kernel can be earlier. `stock`: the FFN side as the ancestors had it: the 
 copies, index_select, the same experts, index_add_.
 
 How long the host's launch of a graph takes differs between processes by microseconds. Of the runs of --repeat, each in
-a fresh process, that with the median time to the first kernel is reported, path by path and size by size (of an even
-number the slower one); the times of all runs stand beside it.
+a fresh process, the medians are reported, figure by figure; those of all runs stand beside them.
 
 Results are compared with plain float32 for some tokens, before and after timing. Every wait has a deadline.
 """
@@ -62,6 +62,7 @@ WARM = 8
 LAYERS = 8  # that follow each other, as in a model: the graph of the next item is another one
 ARRIVED, FIRST_KERNEL, ANSWERED = range(3)
 FIRST = "arrival_to_first_kernel_us"
+FIGURES = (FIRST, "arrival_to_reply_us", "drained_us", "ready_us", "gemm_us", "gemm_share")
 
 
 @triton.jit
@@ -512,33 +513,27 @@ def in_a_fresh_process(args: argparse.Namespace) -> dict[str, Any]:
         return pool.submit(one_run, args).result()
 
 
-def middle(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each path and size the row with the median time to the first kernel, and beside it that time in every run."""
+def medians(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the runs, of each figure the median (of an even number the larger one), and beside it all of them."""
     rows = []
     for same in zip(*(run["rows"] for run in runs), strict=True):
-        ordered = sorted(same, key=lambda row: row[FIRST])
-        rows.append(ordered[len(ordered) // 2] | {f"{FIRST}_of_runs": [row[FIRST] for row in same]})
+        of_runs = {name: [row[name] for row in same] for name in FIGURES if name in same[0]}
+        found = {name: statistics.median_high(figures) for name, figures in of_runs.items()}
+        rows.append(same[0] | found | {"error": max(row["error"] for row in same), "of_runs": of_runs})
     return rows
 
 
-def batch4_over_one(run: dict[str, Any]) -> float | None:
-    """What an item of four ranks' 32 tokens each costs, in items of one rank's."""
-    ready = {(row["path"], row["ranks"], row["tokens"]): row["ready_us"] for row in run["rows"]}
-    one, four = (ready.get(("ours", ranks, 32)) for ranks in (1, 4))
-    return four / one if one and four else None
-
-
-def summary(runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What has a target: the first kernel of one rank at its worst decode size, the others over all."""
-    decode = [row[FIRST] for row in rows if row["path"] == "ours" and row["tokens"] <= 128 and row["ranks"] == 1]
-    ratios = [ratio for ratio in map(batch4_over_one, runs) if ratio]
-    trace = runs[0]["trace"]
+def summary(trace: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What has a target: the first kernel of one rank at its worst decode size, four ranks' item over one's, the
+    worst FFN rank's coverage and padding."""
+    ours = {(row["ranks"], row["tokens"]): row for row in rows if row["path"] == "ours"}
+    decode = [row[FIRST] for (ranks, tokens), row in ours.items() if ranks == 1 and tokens <= 128]
+    four, one = (ours.get((ranks, 32), {}).get("ready_us") for ranks in (4, 1))
     return {
         FIRST: max(decode, default=None),
         "graph_coverage": min(f["coverage"] for f in trace["fits"]),
         "padding_share": max(f["padding"] for f in trace["fits"]),
-        "batch4_over_one": statistics.median_high(ratios) if ratios else None,
-        "batch4_over_one_of_runs": ratios,
+        "batch4_over_one": four / one if four and one else None,
         "trace": trace,
     }
 
@@ -549,7 +544,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|" + "---|" * 9,
     ]
     for row in rows:
-        times = row[f"{FIRST}_of_runs"]
+        times = row["of_runs"][FIRST]
         cells = [row["path"], row["ranks"], row["tokens"], f"{row[FIRST]:.1f}", f"{min(times):.1f} to {max(times):.1f}"]
         cells += [f"{row[name]:.0f}" for name in ("arrival_to_reply_us", "ready_us")] + [row["items"]]
         cells.append(f"{row['gemm_share']:.0%}" if "gemm_share" in row else "")
@@ -573,11 +568,14 @@ def main() -> None:
     machine = f"{torch.cuda.device_count()}xH200"
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"ffn_server.{machine}.json")
     args = parser.parse_args()
-    runs = [in_a_fresh_process(args) for _ in range(args.repeat)]
-    rows = middle(runs)
-    figures = summary(runs, rows)
-    seconds = [run["seconds"] for run in runs]
-    common.write(args.out, rows, versions={"cuda": str(torch.version.cuda)}, summary=figures, seconds=seconds)
+    if args.repeat < 1:
+        parser.error(f"--repeat is {args.repeat}, expected at least 1")
+    runs = []
+    for _ in range(args.repeat):
+        runs.append(in_a_fresh_process(args))
+        rows = medians(runs)
+        figures, seconds = summary(runs[0]["trace"], rows), [run["seconds"] for run in runs]
+        common.write(args.out, rows, versions={"cuda": str(torch.version.cuda)}, summary=figures, seconds=seconds)
     print(table(rows))
     print({name: value for name, value in figures.items() if name != "trace"}, seconds)
 
