@@ -123,7 +123,7 @@ def write(path: Path, rows: list[dict[str, Any]], *, versions: dict[str, str] | 
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "kernel": platform.release(),
+            "kernel": platform.release().split("-")[0],
             **(versions or {}),
         },
         **more,
