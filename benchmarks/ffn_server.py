@@ -11,7 +11,7 @@ steps.
 time at which it is there; the first kernel of the experts, and one behind the last reply, note theirs, all by the clock
 of that GPU. Of several ranks the first dispatch makes an item by itself: this is the time of an item of one slot, while
 others arrive. `ready`: all dispatches are there before the server looks, so that those that fit make one item; timed by
-events around its steps. `gemm`: the two grouped GEMMs of that item alone.
+events around its steps. `gemm`: the two grouped GEMMs of that item alone; `experts_hit`: how many experts it needs.
 
 Paths: `ours`: ExpertServer with captured experts. `eager`: the same without graphs. `resident`: arrive, receive,
 experts and reply in one graph launched ahead of the arrival, for one attention rank, a known layer and bucket: nobody's
@@ -338,13 +338,14 @@ class Bench:
         error = self.check(attention)
         figures = measured(server.step, send, ranks, self.watcher(ffn), self.clock, self.stream, self.args.trials)
         error = max(error, self.check(attention))
-        live = int(server.inputs.offsets[-1])
-        gemm = gemm_microseconds(self.experts, server.inputs.rows[:live], server.inputs.offsets)
+        offsets = server.inputs.offsets
+        live, hit = int(offsets[-1]), int((offsets.diff(prepend=offsets.new_zeros(1)) > 0).sum())
+        gemm = gemm_microseconds(self.experts, server.inputs.rows[:live], offsets)
         share = gemm * figures["items"] / figures["ready_us"]
         found = server.stats()
         self.add(
             path, tokens, ranks, error, **figures, gemm_us=gemm, gemm_share=share, coverage=found["coverage"],
-            batch_sizes=found["batch_sizes"],
+            batch_sizes=found["batch_sizes"], experts_hit=hit,
         )  # fmt: skip
         for window in windows:
             window.check()
@@ -473,7 +474,7 @@ class Bench:
         return trace
 
     def plan(self) -> dict[str, Any]:
-        """The ladders of the committed trace, and what capturing the one of a single FFN rank takes."""
+        """The ladders of the seeded trace, and what capturing the one of a single FFN rank takes."""
         sent, fits = [*ffn_trace.DECODE] * 3 + ffn_trace.prefill_sizes(), []
         for ffn_size in (1, 2, 4):
             topology = afd_ops.Topology(ffn_trace.ATTENTION, ffn_size, ffn_trace.EXPERTS)

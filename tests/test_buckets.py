@@ -1,4 +1,4 @@
-"""Which sizes get a graph: the ladder on the committed trace, its promises, and the cache that keeps to a limit."""
+"""Which sizes get a graph: the ladder on the seeded trace, its promises, and the cache that keeps to a limit."""
 
 from __future__ import annotations
 
