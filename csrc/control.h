@@ -165,6 +165,16 @@ AFD_HD inline bool header_fails(const Geometry& g, const SlotHeader& h, int32_t 
          fails(h.layer < 0 || h.layer >= g.layers, Field::layer, g.layers - 1, h.layer) ||
          fails(h.num_tokens < 0 || h.num_tokens > g.tokens, Field::num_tokens, g.tokens, h.num_tokens);
 }
+// The same of a reply's, which must be the answer to a ticket.
+template <typename Ticket, typename Fails>
+AFD_HD inline bool reply_header_fails(const Ticket& k, int64_t tokens, const SlotHeader& h, const Fails& fails) {
+  return fails(h.magic != kHeaderMagic, Field::magic, kHeaderMagic, h.magic) ||
+         fails(h.version != kWireVersion, Field::version, kWireVersion, h.version) ||
+         fails(h.generation != k.generation, Field::generation, k.generation, h.generation) ||
+         fails(h.sequence != k.sequence, Field::sequence, k.sequence, h.sequence) ||
+         fails(h.layer != k.layer, Field::layer, k.layer, h.layer) || fails(h.flags != 0, Field::flags, 0, h.flags) ||
+         fails(h.num_tokens != tokens, Field::num_tokens, tokens, h.num_tokens);
+}
 // A flag word that is neither EMPTY nor READY.
 AFD_HD inline ErrorRecord bad_flag(ErrorRecord r, int32_t peer, int32_t seen) {
   r.kind = static_cast<int32_t>(Kind::Protocol);

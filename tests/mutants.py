@@ -92,7 +92,7 @@ GPU_REPLY_FLAG = (
     "  store_release(flag_of(peer_window(c, at.region), c.layout, c.slot(c.role_rank, at.stage, at.ring)), kReady);\n"
 )
 GPU_MOMENT = "  for (const int64_t until = global_ns() + 20'000; global_ns() < until;) {\n  }\n"
-GPU_AWAIT = "  bool late = false;\n  int32_t seen;\n"
+GPU_AWAIT = "  bool late = false;\n  int32_t seen, sticky = kAlive;\n"
 ITEM_AWAITED = "    if (threadIdx.x == 0)\n      while (behind(load_acquire_gpu(&c.state->ready))) {\n      }\n"
 
 CUDA_MUTANTS = (

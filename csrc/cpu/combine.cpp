@@ -58,21 +58,17 @@ void wait_for_replies(Control& c, const Ticket& k) {
 }
 
 void check_reply(Control& c, const Ticket& k, int32_t f, const SlotHeader& h, int64_t tokens) {
-  ErrorRecord r = where(Op::combine, k.layer, k.stage, k.ring, k.sequence);
-  const auto differs = [&r](Field field, int64_t expected, int64_t seen) {
+  const auto fails = [&](bool bad, Field field, int64_t expected, int64_t seen) {
+    if (!bad) return false;
+    ErrorRecord r = where(Op::combine, k.layer, k.stage, k.ring, k.sequence);
+    r.kind = static_cast<int32_t>(Kind::Protocol);
+    r.peer = f;
     r.field = static_cast<int32_t>(field);
     r.expected = expected;
     r.seen = seen;
-    return expected != seen;
-  };
-  if (differs(Field::magic, kHeaderMagic, h.magic) || differs(Field::version, kWireVersion, h.version) ||
-      differs(Field::generation, k.generation, h.generation) || differs(Field::sequence, k.sequence, h.sequence) ||
-      differs(Field::layer, k.layer, h.layer) || differs(Field::flags, 0, h.flags) ||
-      differs(Field::num_tokens, tokens, h.num_tokens)) {
-    r.kind = static_cast<int32_t>(Kind::Protocol);
-    r.peer = f;
     stop(c, r);
-  }
+  };
+  reply_header_fails(k, tokens, h, fails);
 }
 
 }  // namespace

@@ -58,41 +58,35 @@ __device__ void read_masked(const DeviceControl& c, uint32_t* skip) {
   }
 }
 
+// Why a reply will not come: a flag that nobody may write, a peer that ended, or the deadline.
+__device__ __noinline__ void give_up(const DeviceControl& c, Ticket k, int32_t f, int32_t seen, int32_t sticky) {
+  const ErrorRecord late = error_at(Kind::Timeout, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
+  fail(c, seen != kEmpty ? bad_flag(late, f, seen) : sticky != kAlive ? ended(late, f, sticky) : late);
+}
+
 // One F rank's reply flag, by one thread: true once it is there, or the rank was masked meanwhile.
 __device__ bool await_flag(const DeviceControl& c, const Ticket& k, int32_t f, int64_t start, uint32_t* skip) {
   const int32_t* flag = flag_of(c.window, c.layout, c.slot(f, k.stage, k.ring));
   bool late = false;
-  int32_t seen;
+  int32_t seen, sticky = kAlive;
   for (uint32_t turn = 1; (seen = load_acquire(flag)) != kReady; ++turn) {
     if (turn % 16 != 0) continue;
-    const ErrorRecord r = error_at(Kind::Timeout, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
     if (has_failed(c)) return false;
     if (load_relaxed(&c.masked[f]) != 0) {
       atomicOr(&skip[f / 32], 1u << (f % 32));
       return true;
     }
-    if (seen != kEmpty) {
-      fail(c, bad_flag(r, f, seen));
-      return false;
-    }
-    const int32_t sticky = peer_state(c, f);
-    if (sticky != kAlive) {
-      fail(c, ended(r, f, sticky));
-      return false;
-    }
+    sticky = peer_state(c, f);
+    if (seen != kEmpty || sticky != kAlive) break;
     if (turn % 256 != 0) continue;  // these lie across PCIe
     if (ask_host(&c.mapped->abort) != 0) return false;
-    if (ask_host(&c.gone[f]) != 0) {
-      fail(c, ended(r, f, kGone));
-      return false;
-    }
-    if (late) {
-      fail(c, r);
-      return false;
-    }
+    if (ask_host(&c.gone[f]) != 0) sticky = kGone;
+    if (late || sticky != kAlive) break;
     late = global_ns() - start > c.deadline_ns;  // then a last look: it may have been this rank that was stopped
   }
-  return true;
+  if (seen == kReady) return true;
+  give_up(c, k, f, seen, sticky);
+  return false;
 }
 
 // Every thread gets the same answer; the threads of the F ranks have acquired their flags, or left them out.
@@ -104,24 +98,24 @@ __device__ bool await_flags(const DeviceControl& c, const Ticket& k, uint32_t* s
   return __syncthreads_and(ok);
 }
 
+__device__ __noinline__ void refuse_reply(const DeviceControl& c, Ticket k, int32_t f, int64_t tokens,
+                                          const SlotHeader& h) {
+  ErrorRecord r = error_at(Kind::Protocol, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
+  reply_header_fails(k, tokens, h, [&r](bool bad, Field field, int64_t expected, int64_t seen) {
+    if (!bad) return false;
+    r.field = static_cast<int32_t>(field);
+    r.expected = expected;
+    r.seen = seen;
+    return true;
+  });
+  fail(c, r);
+}
+
 // Whether a reply is the answer to this ticket.
 __device__ bool check_header(const DeviceControl& c, const Ticket& k, int32_t f, int64_t tokens, const SlotHeader& h) {
-  ErrorRecord bad = error_at(Kind::Protocol, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
-  const auto differs = [&bad](Field field, int64_t expected, int64_t seen) {
-    if (expected == seen) return false;
-    bad.field = static_cast<int32_t>(field);
-    bad.expected = expected;
-    bad.seen = seen;
-    return true;
-  };
-  if (differs(Field::magic, kHeaderMagic, h.magic) || differs(Field::version, kWireVersion, h.version) ||
-      differs(Field::generation, k.generation, h.generation) || differs(Field::sequence, k.sequence, h.sequence) ||
-      differs(Field::layer, k.layer, h.layer) || differs(Field::flags, 0, h.flags) ||
-      differs(Field::num_tokens, tokens, h.num_tokens)) {
-    fail(c, bad);
-    return false;
-  }
-  return true;
+  if (!reply_header_fails(k, tokens, h, [](bool bad, Field, int64_t, int64_t) { return bad; })) return true;
+  refuse_reply(c, k, f, tokens, h);
+  return false;
 }
 
 // The headers of this thread's F ranks: asked for by the constructor, judged by check().
