@@ -13,10 +13,11 @@ of that GPU. Of several ranks the first dispatch makes an item by itself: this i
 others arrive. `ready`: all dispatches are there before the server looks, so that those that fit make one item; timed by
 events around its steps. `gemm`: the two grouped GEMMs of that item alone; `experts_hit`: how many experts it needs.
 
-Paths: `ours`: ExpertServer with captured experts. `eager`: the same without graphs. `resident`: arrive, receive,
-experts and reply in one graph launched ahead of the arrival, for one attention rank, a known layer and bucket: nobody's
-first kernel can be earlier. `stock`: the FFN side as the ancestors had it: the host polls a flag and a header by
-copies, index_select, the same experts, index_add_.
+Paths: `ours`: ExpertServer with captured experts. `together`: the same, lingering until all ranks' dispatches are
+there, for one item; timed from the last of their flags. `eager`: without graphs. `resident`: arrive, receive, experts
+and reply in one graph launched ahead of the arrival, for one attention rank, a known layer and bucket: nobody's first
+kernel can be earlier. `stock`: the FFN side as the ancestors had it: the host polls a flag and a header by copies,
+index_select, the same experts, index_add_.
 
 How long the host's launch of a graph takes differs between processes by microseconds. Of the runs of --repeat, each in
 a fresh process, the medians are reported, figure by figure; those of all runs stand beside them.
@@ -74,13 +75,14 @@ def _stamp(times, index: tl.constexpr, keep_first: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def _watch(flag, times, ready, index: tl.constexpr, patience):  # type: ignore[no-untyped-def]
+def _watch(flags, count, stride, times, ready, index: tl.constexpr, patience):  # type: ignore[no-untyped-def]
     begin = tl.extra.cuda.globaltimer()
     now = begin
-    seen = tl.load(flag, volatile=True)
-    while (seen != ready) & (now - begin < patience):
-        seen = tl.load(flag, volatile=True)
-        now = tl.extra.cuda.globaltimer()
+    for i in range(count):
+        seen = tl.load(flags + i * stride, volatile=True)
+        while (seen != ready) & (now - begin < patience):
+            seen = tl.load(flags + i * stride, volatile=True)
+            now = tl.extra.cuda.globaltimer()
     tl.store(times + index, tl.extra.cuda.globaltimer())
 
 
@@ -110,10 +112,11 @@ class Clock:
         """On the current stream."""
         _stamp[(1,)](self.times, index, keep_first, num_warps=1)
 
-    def watch(self, flag: Tensor, ready: int) -> None:
-        """Notes when the flag is there, on a stream of its own."""
+    def watch(self, flags: Tensor, ready: int) -> None:
+        """Notes when the flags, one a row, are all there, on a stream of its own."""
+        count, stride, patience = len(flags), flags.stride(0), int(SECONDS * 1e9)
         with on(self.beside):
-            _watch[(1,)](flag, self.times, ready, ARRIVED, int(SECONDS * 1e9), num_warps=1)
+            _watch[(1,)](flags, count, stride, self.times, ready, ARRIVED, patience, num_warps=1)
 
     def read(self) -> tuple[float, float]:
         """Microseconds from the arrival to the experts' first kernel, and to the answer."""
@@ -294,11 +297,11 @@ class Bench:
             poll_interval=1.0,
         )
 
-    def watcher(self, ffn: afd_ops.Window) -> Callable[[], None]:
-        """Of the flag of region 0, stage 0, ring 0."""
-        layout, address = ffn.geometry.layout, _C.addresses(ffn.id)["window"]
-        flag = device_memory(address + layout["flags"], 4, FFN).view(torch.int32)
-        return lambda: self.clock.watch(flag, _C.READY)
+    def watcher(self, ffn: afd_ops.Window, regions: int = 1) -> Callable[[], None]:
+        """Of the flags of the first regions, which have a slot each."""
+        address = _C.addresses(ffn.id)["window"] + ffn.geometry.layout["flags"]
+        flags = device_memory(address, regions * _C.WORD_STRIDE, FFN).view(torch.int32).view(regions, -1)
+        return lambda: self.clock.watch(flags, _C.READY)
 
     def add(self, path: str, tokens: int, ranks: int, error: float, **figures: Any) -> None:
         row = {
@@ -322,10 +325,11 @@ class Bench:
             raise AssertionError(f"answers differ from float32 by {error}")
         return error
 
-    def ours(self, path: str, experts: afd_ops.Experts, tokens: int, ranks: int) -> None:
+    def ours(self, path: str, experts: afd_ops.Experts, tokens: int, ranks: int, linger: float = 0.0) -> None:
         *attention_windows, ffn = windows = self.open(tokens, ranks)
         attention = self.attention(attention_windows, tokens)
-        server = afd_ops.ExpertServer(ffn, experts)
+        server = afd_ops.ExpertServer(ffn, experts, linger=linger)
+        watch = self.watcher(ffn, ranks if linger > 0 else 1)
 
         def send(delay: int) -> None:
             for rank in attention:
@@ -336,13 +340,15 @@ class Bench:
             serve_all(server.step, ranks)
         synchronize()
         error = self.check(attention)
-        figures = measured(server.step, send, ranks, self.watcher(ffn), self.clock, self.stream, self.args.trials)
+        figures = measured(server.step, send, ranks, watch, self.clock, self.stream, self.args.trials)
         error = max(error, self.check(attention))
         offsets = server.inputs.offsets
         live, hit = int(offsets[-1]), int((offsets.diff(prepend=offsets.new_zeros(1)) > 0).sum())
         gemm = gemm_microseconds(self.experts, server.inputs.rows[:live], offsets)
         share = gemm * figures["items"] / figures["ready_us"]
         found = server.stats()
+        if linger > 0 and found["batch_sizes"].keys() != {ranks}:
+            raise AssertionError(f"items of {found['batch_sizes']} slots, expected {ranks} in each")
         self.add(
             path, tokens, ranks, error, **figures, gemm_us=gemm, gemm_share=share, coverage=found["coverage"],
             batch_sizes=found["batch_sizes"], experts_hit=hit,
@@ -470,6 +476,8 @@ class Bench:
                     self.ours("eager", self.experts, tokens, ranks)
                     if tokens <= 128:
                         self.resident(tokens)
+                elif tokens <= 128:
+                    self.ours("together", captured, tokens, ranks, linger=0.1)
                 self.stock(tokens, ranks)
         return trace
 
