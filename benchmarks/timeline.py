@@ -82,9 +82,14 @@ def between(kernels: Sequence[Kernel], begin: str, end: str) -> list[list[str]]:
 
 
 def share(kernels: Sequence[Kernel], has: str) -> float:
-    """Of the span, what kernels whose name has the pattern take."""
+    """Of the span, in how much of it some kernel runs whose name has the pattern; two may overlap."""
     begin, end = span(kernels)
-    return sum(kernel.duration for kernel in kernels if re.search(has, kernel.name)) / (end - begin)
+    busy, until = 0.0, begin
+    for kernel in kernels:
+        if re.search(has, kernel.name):
+            busy += max(0.0, kernel.end - max(kernel.begin, until))
+            until = max(until, kernel.end)
+    return busy / (end - begin)
 
 
 class Box(NamedTuple):
