@@ -130,6 +130,11 @@ CUDA_MUTANTS = (
     ),
     Mutant("a receive that begins early does not wait for its item", "csrc/cuda/receive.cu", ((ITEM_AWAITED, ""),)),
     Mutant(
+        "the op receive does not wait for arrive's end",
+        "csrc/cuda/receive.cu",
+        (("  if (tag == 0) {\n    await_previous();\n  } else {\n", "  if (tag != 0) {\n"),),
+    ),
+    Mutant(
         "dispatch's flag is stored without release",
         "csrc/cuda/dispatch.cu",
         ((DISPATCH_PUBLISH, DISPATCH_PUBLISH.replace("store_release", "store_relaxed")),),

@@ -154,19 +154,35 @@ def test_two_stages_are_captured_on_two_streams(how: str, count: int, seed: int)
 
 
 @pytest.mark.parametrize("count", [FUSED, SPLIT])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("dtype", "behind"),
+    [
+        (torch.bfloat16, "arrive"),
+        (torch.bfloat16, "a copy"),
+        (torch.bfloat16, "a join"),
+        (torch.float8_e4m3fn, "arrive"),
+    ],
+)
 def test_a_captured_ffn_half_launched_ahead_serves_a_captured_attention_half(
-    dtype: torch.dtype, count: int, seed: int
+    dtype: torch.dtype, behind: str, count: int, seed: int
 ) -> None:
     """No host in the loop: arrive, receive into a fixed bucket, experts by offsets on the device and reply are nodes of
-    one graph, launched before anything was sent; the next generation is served by the same graphs."""
+    one graph, launched before anything was sent; the next generation is served by the same graphs.
+    fault: receive, launched for the end of arrive, finds something else in front of it."""
     ahead, rounds = 16, 5
     with cluster(afd_ops.Topology(1, 1, 7), threads=False, poll_interval=5.0, dtype=dtype) as ready:
         (window,), (ffn,), (server,), (stream,) = ready.attention, ready.ffn, ready.servers, ready.streams
         bucket = ffn.geometry.tokens * ffn.geometry.topk
-        graph = torch.cuda.CUDAGraph()
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(ffn.heap.device)
         with capturing(graph, stream):
             item = torch.ops.afd.arrive(server.port, ffn.id)
+            if behind == "a copy":
+                item = torch.empty_like(item).copy_(item)
+            elif behind == "a join":
+                side.wait_stream(stream)
+                with torch.cuda.stream(side):
+                    item = torch.empty_like(item).copy_(item)
+                stream.wait_stream(side)
             rows, scales, offsets = torch.ops.afd.receive(item, server.port, ffn.id, bucket)
             layer: Any = item[0, _C.ITEM_LAYER]
             torch.ops.afd.reply(server.experts(rows, scales, offsets, layer), item, server.port, ffn.id)

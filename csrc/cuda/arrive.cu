@@ -4,7 +4,7 @@
 //   order    flag (acquire, by the first warp; __syncthreads hands it on), then header; header and counts are copied
 //            out of the window here, once. The mailbox needs no fence: every word of it says which item it belongs to.
 //            It is written before the item's places are: what the host launches for it runs behind receive, which
-//            comes after this kernel or, launched early, waits for the tag that is released last
+//            waits for the end of this kernel or, a server's, for the tag that is released last
 //   waits    until a slot is ready (and `linger` longer for more) or the poll interval is over; an empty item is not an
 //            error, and is also what is said when receive is on its way and the only ready slot is refused
 //   fails    a slot that breaks the protocol or a peer that ended: its region is closed, the others are served on
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(kThreads)
       words[threadIdx.x] = mail_word(arrivals + 1, threadIdx.x == kMailCount   ? chosen.count
                                                    : threadIdx.x == kMailLayer ? chosen.layer
                                                                                : static_cast<int32_t>(chosen.rows));
-    if (tag != 0) begin_next();  // nothing is waited for from here on
+    begin_next();  // nothing is waited for from here on
   };
   // If the first look finds nothing to take, the way from a flag to the item is rehearsed: with the first slot as it
   // is, taken as slot number `slots`, which is nobody's. What a kernel meets for the first time, instructions above

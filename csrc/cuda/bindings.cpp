@@ -145,7 +145,7 @@ std::tuple<Tensor, Tensor, Tensor> receive_cuda(const Tensor& item, Tensor port,
   Tensor scales = new_scales(item, g, rows);
   Tensor offsets = new_empty(item, {entry.host().local_experts()}, ScalarType::Int);
   launch_receive(entry.device(), ints(item), static_cast<char*>(out.mutable_data_ptr()),
-                 static_cast<float*>(scales.mutable_data_ptr()), rows, ints(offsets), stream_of(item));
+                 static_cast<float*>(scales.mutable_data_ptr()), rows, ints(offsets), 0, stream_of(item));
   entry.launched();
   return {out, scales, offsets};
 }
@@ -161,7 +161,7 @@ void receive_into_cuda(const Tensor& item, Tensor rows, Tensor scales, Tensor of
   check_aligned(Op::receive, "item", item);
   check_aligned(Op::receive, "rows", rows);
   launch_receive(entry.device(), ints(item), static_cast<char*>(rows.mutable_data_ptr()),
-                 static_cast<float*>(scales.mutable_data_ptr()), rows.size(0), ints(offsets), stream_of(item));
+                 static_cast<float*>(scales.mutable_data_ptr()), rows.size(0), ints(offsets), 0, stream_of(item));
   entry.launched();
 }
 

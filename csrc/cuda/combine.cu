@@ -1,10 +1,12 @@
 // combine: base + what the F ranks answered, summed in float32 in F-rank order and rounded once.
 //   moves    one row per (token, F rank) that answers it; T x H of base in, T x H out
-//   launch   T up to kFusedTokens: kFusedCtas CTAs wait and sum. More: 1 CTA waits, then a grid over the tokens sums; a
-//            waiting kernel never holds more than kFusedCtas multiprocessors. A warp sums a segment of a row
+//   launch   T up to kFusedTokens: kFusedCtas CTAs wait and sum. More: 1 CTA waits, then a grid over the tokens sums,
+//            let in early: replies are never waited for on more than kFusedCtas multiprocessors. A warp sums a segment
+//            of a row
 //   order    flag (acquire, by every CTA that waits); the last CTA to have seen all: every flag to EMPTY, ring free;
 //            header, rows. F writes into these slots again only after the next dispatch on this ring, a later kernel of
-//            this stream, which also releases the resets: neither rows nor resets need a fence here
+//            this stream, which also releases the resets: neither rows nor resets need a fence here. Behind a CTA that
+//            waited, the grid touches no memory before that one has ended
 //   waits    for the reply of every F rank that is not masked, until poison, abort or the deadline
 //   fails    stale ticket, a peer's fault, a stop: error record, window stopped, out filled with NaN
 #include <cmath>
@@ -164,6 +166,7 @@ __global__ void __launch_bounds__(32)
   read_masked(c, skip);
   const Ticket k = read_ticket(c, words, port, tokens, true);
   const bool there = await_flags(c, k, skip);
+  begin_next();  // nothing is waited for from here on
   const bool ok = __all_sync(kWarp, Headers(c, k, there).check(c, k, there, tokens, skip));
   const int32_t stage = words[kTicketStage];  // also if the port disagrees: it is where combine_kernel looks
   if (threadIdx.x == 0 && stage >= 0 && stage < c.geometry.stages) c.verdict[stage] = ok ? 1 : 0;
@@ -214,6 +217,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool any = units.first < units.count;
   const uint32_t t0 = any ? units.row(units.first) : 0;
   const uint32_t v0 = any ? units.begin(units.first) + lane : 0, end0 = any ? units.end(units.first) : 0;
+  if constexpr (!kFused) await_previous();
   if (any) begin_sum(t0, v0, end0);
   Ticket k;
   // One answer per CTA: a row is summed or NaN, never half of each.
@@ -275,7 +279,7 @@ void launch_combine(const DeviceControl& c, const int32_t* ticket, DeviceRows ba
       if (fused) {
         combine_kernel<Payload, Base, true><<<kFusedCtas, kThreads, 0, stream>>>(c, ticket, base, to, port);
       } else {
-        combine_kernel<Payload, Base, false><<<kSumCtas, kThreads, 0, stream>>>(c, ticket, base, to, port);
+        launch_behind(combine_kernel<Payload, Base, false>, kSumCtas, kThreads, stream, c, ticket, base, to, port);
       }
     });
   });

@@ -2,7 +2,8 @@
 //
 // Memory order. Every CTA that wrote passes __syncthreads; one thread of it then counts the CTA done (acquire and
 // release, device scope). Who counts last stores the flags with st.release.sys. A flag is read with ld.acquire.sys by
-// whoever waits; __syncthreads, __syncwarp, a kernel boundary or an item's tag hands on what it made visible.
+// whoever waits; __syncthreads, __syncwarp, a kernel boundary (await_previous() is one) or an item's tag hands on what
+// it made visible.
 // docs/protocol.md argues why no store and no reset is lost.
 //
 // Speed. A load from L2 takes 0.3 us, a system fence 1 to 1.5, a kernel boundary 0.6: at a few tokens that is all there
@@ -59,6 +60,7 @@ struct DeviceControl : Control {
   int64_t* mailbox;        // mapped [kMailbox, kMailWords]
   int32_t* gone;           // mapped [peers]: set by the host when a peer's process ended
   char* near[kNearPeers];  // the first of `peer`
+  bool begins_early;       // for the host: what was compiled has griddepcontrol, see launch_behind
 };
 
 // Counters of finished CTAs: one per op and stage, because stages run on different streams.
@@ -260,9 +262,9 @@ __device__ inline bool last_cta(const DeviceControl& c, Done which, int64_t stag
 }
 
 // Programmatic dependent launch, from compute capability 9.0 on: begin_next() lets the next kernel of the stream onto
-// the device while this one still runs, if that one was launched for it; await_previous() holds that one until this one
-// has ended. Behind begin_next() nobody may wait for anything: the next kernel's CTAs are in the way by then. What
-// those see of this kernel it does not say: they wait for DeviceState::ready.
+// the device while this one still runs, if that one was launched for it (launch_behind); await_previous() holds that
+// one until this one has ended, and then it sees what this one wrote and had acquired. Behind begin_next() nobody may
+// wait for anything: the next kernel's CTAs are in the way by then.
 __device__ __forceinline__ void begin_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -300,6 +302,23 @@ struct Units {
     return e < vectors ? e : vectors;
   }
 };
+
+// A launch right behind another kernel of ours, which may let it onto the device before it ends. The wait is for that
+// one alone: of two in a row that are let in early each must wait, or the second's does not cover what stands before.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_behind(void (*kernel)(DeviceControl, Parameters...), int ctas, int threads, cudaStream_t stream,
+                          const DeviceControl& c, const Arguments&... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ctas));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = c.begins_early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, c, arguments...);
+}
 
 template <typename T>
 struct Elements {

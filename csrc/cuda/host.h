@@ -33,8 +33,7 @@ struct Succession {
 
 struct DeviceWindow {
   int device = -1;
-  bool begins_early = false;      // receive_begins_early
-  uint32_t tag = 0;               // of the last receive that was launched early
+  uint32_t tag = 0;               // of the last item that a server asked for
   DeviceControl control{};        // what kernels are launched with
   cudaStream_t stream = nullptr;  // the host's own words go here, beside whatever waits
   cudaGraphExec_t rehearsal = nullptr;

@@ -35,17 +35,14 @@ void launch_dispatch(const DeviceControl& c, DeviceRows x, DeviceIds ids, Device
                      int32_t* ticket, cudaStream_t stream);
 void launch_combine(const DeviceControl& c, const int32_t* ticket, DeviceRows base, DType base_type, void* out,
                     const int32_t* port, cudaStream_t stream);
-// tag: 0, or what arrive releases at its end for a receive that is launched early.
+// arrive lets the launch behind it onto the device early, where devices can do that and that launch asks for it.
+// receive does, and begins when arrive has ended; or, given the tag that arrive was given (not 0, and the next one for
+// each pair of a window), when arrive has released it, and then it may be let in while arrive still checks.
 cudaError_t launch_arrive(const DeviceControl& c, int32_t* item, int32_t tag, cudaStream_t stream);
-void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, float* scales, int64_t capacity,
-                    int32_t* offsets, cudaStream_t stream);
-void launch_reply(const DeviceControl& c, DeviceRows expert_out, const int32_t* item, cudaStream_t stream);
-
-// arrive and receive. A tag that is not 0 brings receive onto the device while arrive still checks and writes the item,
-// where the device can do that; each launch of a window has the next one.
+cudaError_t launch_receive(const DeviceControl& c, const int32_t* item, char* rows, float* scales, int64_t capacity,
+                           int32_t* offsets, int32_t tag, cudaStream_t stream);
 cudaError_t receive_begins_early(bool* can);
-cudaError_t launch_arrive_and_receive(const DeviceControl& c, int32_t* item, char* rows, float* scales,
-                                      int64_t capacity, int32_t* offsets, int32_t tag, cudaStream_t stream);
+void launch_reply(const DeviceControl& c, DeviceRows expert_out, const int32_t* item, cudaStream_t stream);
 
 // Host words into a window: what poison(), leave() and the process watch do from outside the ops' streams.
 void launch_sticky(const DeviceControl& c, int32_t sticky, cudaStream_t stream);

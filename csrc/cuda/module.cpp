@@ -178,13 +178,13 @@ PyObject* adopt(PyObject*, PyObject* args) {
   DeviceWindow& w = made.window();
   DeviceControl& c = w.control;
   w.device = device;
-  CUDA_OR_RETURN(receive_begins_early(&w.begins_early));
   CUDA_OR_RETURN(made.map_host());
   // Of the highest priority, so that it shares no hardware queue with a caller's stream whose head waits.
   int least = 0, greatest = 0;
   CUDA_OR_RETURN(cudaDeviceGetStreamPriorityRange(&least, &greatest));
   CUDA_OR_RETURN(cudaStreamCreateWithPriority(&w.stream, cudaStreamNonBlocking, greatest));
   static_cast<Control&>(c) = *host;
+  CUDA_OR_RETURN(receive_begins_early(&c.begins_early));
   c.mapped = host;
   c.mapped_region = host->region;
   CUDA_OR_RETURN(made.upload(&c.peer, c.peers));
@@ -320,12 +320,14 @@ PyObject* arrive_and_receive(PyObject*, PyObject* args) {
     CUDA_OR_RETURN(cudaStreamIsCapturing(stream, &capturing));
     if (capturing != cudaStreamCaptureStatusNone)  // and every replay would have the same tag
       raise(Kind::Argument, Op::arrive, "a server's step cannot be captured in a graph; capture the ops");
-    if (w.begins_early && ++w.tag == 0) w.tag = 1;
+    if (w.control.begins_early && ++w.tag == 0) w.tag = 1;
     const auto tag = static_cast<int32_t>(w.tag);
     Py_BEGIN_ALLOW_THREADS;
-    launched = launch_arrive_and_receive(w.control, reinterpret_cast<int32_t*>(item), reinterpret_cast<char*>(rows),
-                                         reinterpret_cast<float*>(scales), capacity,
-                                         reinterpret_cast<int32_t*>(offsets), tag, stream);
+    auto* const to = reinterpret_cast<int32_t*>(item);
+    launched = launch_arrive(w.control, to, tag, stream);
+    if (launched == cudaSuccess)  // a receive whose arrive was not launched would wait for ever
+      launched = launch_receive(w.control, to, reinterpret_cast<char*>(rows), reinterpret_cast<float*>(scales),
+                                capacity, reinterpret_cast<int32_t*>(offsets), tag, stream);
     Py_END_ALLOW_THREADS;
   } catch (const std::runtime_error& e) {
     PyErr_SetString(PyExc_RuntimeError, e.what());

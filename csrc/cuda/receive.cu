@@ -2,9 +2,9 @@
 //   moves    each token's row (and scales) once out of the window, once per choice into rows; where it went, for reply
 //   launch   kCtas CTAs of 256 threads; a warp copies a segment of a token's row; one more CTA writes the offsets
 //   order    after arrive's acquire, on the same stream; the slots stay ours until reply
-//   waits    never; launched early, for the rest of arrive, which waits for nothing any more: until the item's tag is
-//            there (acquire, by a thread of each CTA; no deadline, as a kernel boundary has none), and at its end for
-//            arrive's, so that what follows is behind both
+//   waits    let in early, for arrive's end, before it touches memory. With a tag, of a server: until the tag is there
+//            (acquire, by a thread of each CTA), and at its own end for arrive's, so that what follows is behind both.
+//            Arrive waits for nothing any more by then, so neither wait has a deadline, as a kernel boundary has none
 //   fails    a position outside what the header announced: that region is closed; more rows than the bucket: error
 //            record
 #include "float8.cuh"
@@ -150,7 +150,9 @@ __global__ void __launch_bounds__(kThreads)
     receive_kernel(const __grid_constant__ DeviceControl c, const int32_t* words, int4* rows, float* scales,
                    int64_t capacity, int32_t* offsets, int32_t tag, uint32_t vectors) {
   const int32_t experts = c.local_experts();  // read here, before the wait
-  if (tag != 0) {
+  if (tag == 0) {
+    await_previous();
+  } else {
     // A later tag, of an arrive that should have waited on the same stream, is no reason to wait for ever.
     const auto behind = [tag](int32_t ready) { return static_cast<int32_t>(static_cast<uint32_t>(ready) - tag) < 0; };
     if (threadIdx.x == 0)
@@ -164,11 +166,11 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_receive(const DeviceControl& c, const int32_t* item, char* rows, float* scales, int64_t capacity,
-                    int32_t* offsets, cudaStream_t stream) {
+cudaError_t launch_receive(const DeviceControl& c, const int32_t* item, char* rows, float* scales, int64_t capacity,
+                           int32_t* offsets, int32_t tag, cudaStream_t stream) {
   const auto kernel = scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>;
-  kernel<<<kCtas + 1, kThreads, 0, stream>>>(c, item, reinterpret_cast<int4*>(rows), scales, capacity, offsets, 0,
-                                             static_cast<uint32_t>(payload_vectors(c.geometry)));
+  return launch_behind(kernel, kCtas + 1, kThreads, stream, c, item, reinterpret_cast<int4*>(rows), scales, capacity,
+                       offsets, tag, static_cast<uint32_t>(payload_vectors(c.geometry)));
 }
 
 cudaError_t receive_begins_early(bool* can) {
@@ -176,24 +178,6 @@ cudaError_t receive_begins_early(bool* can) {
   const cudaError_t e = cudaFuncGetAttributes(&found, receive_kernel<false>);
   *can = e == cudaSuccess && found.ptxVersion >= 90;
   return e;
-}
-
-cudaError_t launch_arrive_and_receive(const DeviceControl& c, int32_t* item, char* rows, float* scales,
-                                      int64_t capacity, int32_t* offsets, int32_t tag, cudaStream_t stream) {
-  // A receive whose arrive was not launched would wait for ever.
-  if (const cudaError_t e = launch_arrive(c, item, tag, stream); e != cudaSuccess) return e;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kCtas + 1);
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = tag != 0 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, scales_per_row(c.geometry) > 0 ? receive_kernel<true> : receive_kernel<false>, c,
-                            static_cast<const int32_t*>(item), reinterpret_cast<int4*>(rows), scales, capacity, offsets,
-                            tag, static_cast<uint32_t>(payload_vectors(c.geometry)));
 }
 
 cudaError_t preload_receive() {
