@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(kThreads)
   Chosen chosen;
   uint32_t head = 0;  // of the item: its place in order
   bool waits = !__syncthreads_or(has_failed(c));
-  // The host is waiting, and so is receive: both hear of an item before its last slot is taken.
+  // The host is waiting, and so is a server's receive: both hear of an item before its last slot is taken.
   const auto mail = [&] {
     volatile int64_t* words = c.mailbox + arrivals % kMailbox * kMailWords;
     if (threadIdx.x < kMailWords)

@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x >= units.ctas) return;
   const uint32_t lane = threadIdx.x % 32;
   float acc[N];
-  // Everything that does not come from an F rank: asked for while the replies are on their way.
+  // Everything that does not come from an F rank: a short batch asks for it while the replies are on their way.
   uint32_t bits = 0;
   const auto begin_sum = [&](uint32_t t, uint32_t v, uint32_t end) {
     bits = static_cast<uint32_t>(words[(t + 1) * width]);

@@ -40,7 +40,7 @@ struct DeviceState {
   int32_t generation;
   int32_t failed;  // as Control::failed
   int32_t cursor;
-  int32_t ready;     // tag of the last item that was written for a receive launched early
+  int32_t ready;     // tag of the last item that was written for a server
   int64_t arrivals;  // items so far, empty ones too
   int64_t counters[kCounters];
 };

@@ -33,7 +33,7 @@ struct Succession {
 
 struct DeviceWindow {
   int device = -1;
-  uint32_t tag = 0;               // of the last item that a server asked for
+  uint32_t tag = 0;               // of the last item that a server asked for; 0 if nothing begins early
   DeviceControl control{};        // what kernels are launched with
   cudaStream_t stream = nullptr;  // the host's own words go here, beside whatever waits
   cudaGraphExec_t rehearsal = nullptr;

@@ -41,6 +41,7 @@ void launch_combine(const DeviceControl& c, const int32_t* ticket, DeviceRows ba
 cudaError_t launch_arrive(const DeviceControl& c, int32_t* item, int32_t tag, cudaStream_t stream);
 cudaError_t launch_receive(const DeviceControl& c, const int32_t* item, char* rows, float* scales, int64_t capacity,
                            int32_t* offsets, int32_t tag, cudaStream_t stream);
+// Whether that is so; what receive was compiled for, all kernels were.
 cudaError_t receive_begins_early(bool* can);
 void launch_reply(const DeviceControl& c, DeviceRows expert_out, const int32_t* item, cudaStream_t stream);
 
