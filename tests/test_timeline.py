@@ -59,6 +59,14 @@ def test_two_traces_share_one_clock_and_one_picture(tmp_path: Path) -> None:
     assert x["cutlass gemm"] - x["dispatch_kernel"] == timeline.WIDTH * 12 / 100
 
 
+def test_time_in_which_two_kernels_run_counts_once() -> None:
+    """fault: a sum that is let in while await still runs counted twice, and so did what it shares with await."""
+    begun = [("await_kernel", 0.0, 10.0), ("combine_kernel", 4.0, 8.0), ("await_kernel", 5.0, 2.0), ("gemm", 12.0, 8.0)]
+    kernels = [timeline.Kernel(*kernel) for kernel in begun]
+    assert timeline.share(kernels, "combine_kernel|await_kernel") == 0.6
+    assert timeline.share(kernels, "gemm") == 0.4
+
+
 def test_neighbours_are_one_box_and_hide_little_of_other_kinds() -> None:
     def kernels(*lengths: tuple[str, float]) -> list[Any]:
         begin, out = 0.0, []
