@@ -152,6 +152,12 @@ AFD_HD inline ErrorRecord where(Op op, int32_t layer, int32_t stage, int64_t rin
   r.sequence = sequence;
   return r;
 }
+// Names the word that is wrong.
+AFD_HD inline void name_word(ErrorRecord& r, Field field, int64_t expected, int64_t seen) {
+  r.field = static_cast<int32_t>(field);
+  r.expected = expected;
+  r.seen = seen;
+}
 // Tells `fails(bad, field, expected, seen)` what the protocol asks of a header, until it returns true; returns that.
 template <typename Fails>
 AFD_HD inline bool header_fails(const Geometry& g, const SlotHeader& h, int32_t generation, int32_t ring,
@@ -178,10 +184,8 @@ AFD_HD inline bool reply_header_fails(const Ticket& k, int64_t tokens, const Slo
 // A flag word that is neither EMPTY nor READY.
 AFD_HD inline ErrorRecord bad_flag(ErrorRecord r, int32_t peer, int32_t seen) {
   r.kind = static_cast<int32_t>(Kind::Protocol);
-  r.field = static_cast<int32_t>(Field::flags);
   r.peer = peer;
-  r.expected = kReady;
-  r.seen = seen;
+  name_word(r, Field::flags, kReady, seen);
   return r;
 }
 

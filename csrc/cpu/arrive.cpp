@@ -42,9 +42,7 @@ bool admit(Control& c, int64_t index, int32_t region, int32_t stage, int32_t rin
   r.peer = region;
   const auto fails = [&](bool bad, Field field, int64_t expected, int64_t seen) {
     if (!bad) return false;
-    r.field = static_cast<int32_t>(field);
-    r.expected = expected;
-    r.seen = seen;
+    name_word(r, field, expected, seen);
     close_region(c, r);
     return true;
   };

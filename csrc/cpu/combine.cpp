@@ -63,9 +63,7 @@ void check_reply(Control& c, const Ticket& k, int32_t f, const SlotHeader& h, in
     ErrorRecord r = where(Op::combine, k.layer, k.stage, k.ring, k.sequence);
     r.kind = static_cast<int32_t>(Kind::Protocol);
     r.peer = f;
-    r.field = static_cast<int32_t>(field);
-    r.expected = expected;
-    r.seen = seen;
+    name_word(r, field, expected, seen);
     stop(c, r);
   };
   reply_header_fails(k, tokens, h, fails);

@@ -39,10 +39,8 @@ void item_offsets(const Control& c, const Item& item, int32_t* offsets) {
 void bad_position(Control& c, Op op, ItemSlot& s, int32_t layer, const Position& p) {
   ErrorRecord r = where(op, layer, s.stage, s.ring, s.sequence);
   r.kind = static_cast<int32_t>(Kind::Protocol);
-  r.field = static_cast<int32_t>(Field::position);
   r.peer = s.region;
-  r.expected = -1;
-  r.seen = p.expert;
+  name_word(r, Field::position, -1, p.expert);
   close_region(c, r);
   s.live = false;
 }

@@ -202,9 +202,7 @@ __device__ __noinline__ void refuse(const DeviceControl& c, Place at, int32_t ge
   ErrorRecord r = error_at(Kind::Protocol, Op::arrive, h.layer, at.region, at.stage, at.ring, h.sequence);
   const auto fails = [&r](bool bad, Field field, int64_t expected, int64_t seen) {
     if (!bad) return false;
-    r.field = static_cast<int32_t>(field);
-    r.expected = expected;
-    r.seen = seen;
+    name_word(r, field, expected, seen);
     return true;
   };
   const int64_t most = h.num_tokens * c.geometry.topk;

@@ -105,9 +105,7 @@ __device__ __noinline__ void refuse_reply(const DeviceControl& c, Ticket k, int3
   ErrorRecord r = error_at(Kind::Protocol, Op::combine, k.layer, f, k.stage, k.ring, k.sequence);
   reply_header_fails(k, tokens, h, [&r](bool bad, Field field, int64_t expected, int64_t seen) {
     if (!bad) return false;
-    r.field = static_cast<int32_t>(field);
-    r.expected = expected;
-    r.seen = seen;
+    name_word(r, field, expected, seen);
     return true;
   });
   fail(c, r);

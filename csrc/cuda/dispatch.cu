@@ -112,9 +112,7 @@ __device__ void write_plan(const DeviceControl& c, const PlanMemory& m, const in
       [&](int64_t id) {
         ErrorRecord r = error_at(Kind::Argument, Op::dispatch, flight.lane.layer, -1, flight.lane.stage, flight.ring,
                                  flight.sequence);
-        r.field = static_cast<int32_t>(Field::topk_ids);
-        r.expected = g.num_experts;
-        r.seen = id;
+        name_word(r, Field::topk_ids, g.num_experts, id);
         record_error(c, r);
       });
   __syncthreads();

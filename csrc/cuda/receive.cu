@@ -50,9 +50,7 @@ __device__ __noinline__ void close_refused(const DeviceControl& c, const int32_t
     const int64_t mark = c.refused[at.slot];
     if (mark == 0) continue;
     ErrorRecord r = error_at(Kind::Protocol, Op::receive, item.layer, at.region, at.stage, at.ring, at.sequence);
-    r.field = static_cast<int32_t>(Field::position);
-    r.expected = -1;
-    r.seen = static_cast<int32_t>(mark);
+    name_word(r, Field::position, -1, static_cast<int32_t>(mark));
     if (load_relaxed(&c.region[at.region]) == kAlive) close_region(c, r);
     c.refused[at.slot] = 0;
   }
@@ -80,9 +78,7 @@ __device__ void gather(const DeviceControl& c, const int32_t* words, int4* rows,
   if (item.rows > capacity) {
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       ErrorRecord r = error_at(Kind::Argument, Op::receive, item.layer, -1, -1, -1, -1);
-      r.field = static_cast<int32_t>(Field::rows);
-      r.expected = capacity;
-      r.seen = item.rows;
+      name_word(r, Field::rows, capacity, item.rows);
       fail(c, r);
     }
     return;

@@ -65,9 +65,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool current = item.count > 0 && fits && item.generation == generation;
   if (item.count > 0 && !fits && blockIdx.x == 0 && threadIdx.x == 0) {
     ErrorRecord r = error_at(Kind::Argument, Op::reply, item.layer, -1, -1, -1, -1);
-    r.field = static_cast<int32_t>(Field::rows);
-    r.expected = expert_out.count;
-    r.seen = item.rows;
+    name_word(r, Field::rows, expert_out.count, item.rows);
     fail(c, r);
   }
   if (!current) return;
