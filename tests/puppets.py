@@ -43,6 +43,7 @@ class Pace(NamedTuple):
 PACE = {"cpu": Pace(2.0, 1.2, 20.0, 100.0), "cuda": Pace(10.0, 2.5, 45.0, 300.0)}
 DEADLINE, _, PATIENCE, _ = PACE["cpu"]
 SLACK = 3.0  # what a busy machine may add to a wait that has ended
+AT_ONCE = 1.5  # what must not have waited for anything, far below the deadlines
 
 TOPOLOGY = Topology(2, 2, 4)
 SIZES: dict[str, Any] = {**harness.SIZES, "stages": 2, "depth": 2, "deadline": DEADLINE}
