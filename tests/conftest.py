@@ -10,6 +10,7 @@ from typing import TextIO
 import harness
 import pytest
 import torch
+from op_trips import cluster, clusters  # noqa: F401, fixtures
 
 STDERR = pytest.StashKey[TextIO]()
 WATCHDOG_SECONDS = float(os.environ.get("AFD_WATCHDOG", "150"))
