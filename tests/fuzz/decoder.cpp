@@ -25,143 +25,19 @@
 #include <sstream>
 #include <string>
 
-#include "cluster.h"
+#include "program.h"
+#include "shadow.h"
 
 namespace afd::fuzz {
 namespace {
-
-// What can be written, and what with. `minus_one` is NaN in a weight, a scale or a payload.
-#define FUZZ_FIELDS(X) \
-  X(magic)             \
-  X(version)           \
-  X(generation)        \
-  X(layer)             \
-  X(num_tokens)        \
-  X(flags)             \
-  X(sequence)          \
-  X(routed)            \
-  X(reserved)          \
-  X(counts)            \
-  X(expert)            \
-  X(rank)              \
-  X(weight)            \
-  X(scale)             \
-  X(payload)           \
-  X(flag)              \
-  X(sticky)
-
-#define FUZZ_VALUES(X)                            \
-  X(lowest)                                       \
-  X(minus_one)                                    \
-  X(zero)                                         \
-  X(one)                                          \
-  X(capacity)                                     \
-  X(beyond) /* capacity + 1 */                    \
-  X(highest)                                      \
-  X(more) /* what stands there + 1 */             \
-  X(less)                                         \
-  X(flip)  /* bit `index` of what stands there */ \
-  X(lap)   /* what stands there + depth */        \
-  X(ready) /* the marker */                       \
-  X(raw)   /* 4 bytes follow */
-
-#define FUZZ_MOMENTS(X) X(arrive) X(receive) X(reply) X(combine)  // before that op
-#define FUZZ_MODES(X) X(one_by_one) X(late) X(tight)
-
-#define X(name) name,
-enum class What : int32_t { FUZZ_FIELDS(X) };
-enum class Value : int32_t { FUZZ_VALUES(X) };
-enum class Moment : int32_t { FUZZ_MOMENTS(X) };
-enum class Mode : int32_t { FUZZ_MODES(X) };
-#undef X
-#define X(name) #name,
-constexpr const char* kFields[] = {FUZZ_FIELDS(X)};
-constexpr const char* kValues[] = {FUZZ_VALUES(X)};
-constexpr const char* kMoments[] = {FUZZ_MOMENTS(X)};
-[[maybe_unused]] constexpr const char* kModes[] = {FUZZ_MODES(X)};
-#undef X
 
 // Ill-formed, but harmless to memory and to other regions, so that only `strict` asks for a record:
 //   positions that are in range but not 0, 1, 2 .. per expert, as the plan numbers them: some rows belong to no choice
 //   a flag word that is neither EMPTY nor READY
 bool strict = false;
 
-std::string step_name, program_hex;
-
-void say_where() { std::fprintf(stderr, "hostile: in %s of program %s\n", step_name.c_str(), program_hex.c_str()); }
-
-[[noreturn]] void give_up(const std::string& why) {
-  std::fprintf(stderr, "hostile: %s\n", why.c_str());
-  say_where();
-  std::abort();
-}
-
-std::string text(const std::string& s) { return s; }
-std::string text(const char* s) { return s; }
-std::string text(char s) { return std::string(1, s); }
-template <typename T>
-std::string text(T n) {
-  return std::to_string(n);
-}
-
-template <typename... Args>
-[[noreturn, gnu::noinline, gnu::cold]] void wrong(const Args&... args) {
-  give_up((text(args) + ...));
-}
-
-class Program {
- public:
-  Program(const uint8_t* data, size_t size) : data_(data), end_(data + size) {}
-  bool more() const { return data_ != end_; }
-  int32_t next(int64_t choices) { return static_cast<int32_t>(more() ? *data_++ % choices : 0); }
-  int32_t word() {
-    uint32_t w = 0;
-    for (int i = 0; i < 4; ++i) w |= static_cast<uint32_t>(next(256)) << (8 * i);
-    return static_cast<int32_t>(w);
-  }
-
- private:
-  const uint8_t *data_, *end_;
-};
-
-Geometry read_geometry(Program& p) {
-  Geometry g{};
-  g.attention_size = 1 + p.next(3);
-  g.ffn_size = 1 + p.next(2);
-  g.num_experts = 1 + p.next(5);
-  g.stages = 1 + p.next(2);
-  g.depth = 1 + p.next(3);
-  g.layers = 2;
-  g.tokens = 1 + p.next(4);
-  g.topk = 1 + p.next(3);
-  g.dtype = p.next(4);
-  g.hidden = (1 + p.next(2)) * (wide_dtype(g.dtype) != g.dtype ? kScaleBlock : 16 / itemsize(g.dtype));
-  return g;
-}
-
-struct Write {
-  int32_t round, moment, side, rank, slot, field, index, value, raw;
-};
-
-Write read_write(Program& p) {
-  Write w{};
-  w.round = p.next(2);
-  w.moment = p.next(std::size(kMoments));
-  w.side = p.next(2);
-  w.rank = p.next(256);
-  w.slot = p.next(256);
-  w.field = p.next(std::size(kFields));
-  w.index = p.next(256);
-  w.value = p.next(std::size(kValues));
-  if (static_cast<Value>(w.value) == Value::raw) w.raw = p.word();
-  return w;
-}
-
 using Faults = uint32_t;  // a set of Field
 constexpr Faults bit(Field f) { return 1u << static_cast<int32_t>(f); }
-
-int32_t flag_of(const Control& c, int64_t slot) { return word(c.window, c.layout.flags, slot); }
-int32_t sticky_of(const Control& c, int32_t peer) { return word(c.window, c.layout.sticky, peer); }
 
 // Every way in which a dispatch's header breaks the protocol: from wire.h's words, not from arrive's code.
 Faults dispatch_faults(const Control& c, int64_t index) {
@@ -215,7 +91,8 @@ struct Work {
 
 class Run {
  public:
-  Run(const uint8_t* data, size_t size) : program_(data, size), cluster_(read_geometry(program_)), random_(0) {
+  Run(const uint8_t* data, size_t size)
+      : program_(data, size), cluster_(read_geometry(program_)), shadow_(cluster_), random_(0) {
     modes_ = program_.next(256);
     random_ = Random(program_.next(256));
     while (program_.more() && writes_.size() < 64) writes_.push_back(read_write(program_));
@@ -223,12 +100,8 @@ class Run {
     touched_.assign(g.attention_size, false);
     for (auto& f : cluster_.f)
       if (mode(Mode::tight)) f->c.rows = g.tokens * g.topk;
-    for (auto& a : cluster_.a) {
-      a->c.deadline_ns = 0;
-      shadow_.emplace_back(a->bytes() / 8);
-    }
-    for (auto& f : cluster_.f) shadow_.emplace_back(f->bytes() / 8);
-    remember();
+    for (auto& a : cluster_.a) a->c.deadline_ns = 0;
+    shadow_.remember();
   }
 
   // The outcome in words: each closed region and stopped window with its record, then what went well.
@@ -257,176 +130,22 @@ class Run {
 
  private:
   bool mode(Mode m) const { return (modes_ >> static_cast<int32_t>(m)) & 1; }
-
-  // ---- the broken peer
-
-  void apply(int32_t round, Moment moment) {
-    for (const Write& w : writes_)
-      if (w.round == round && w.moment == static_cast<int32_t>(moment)) apply(w);
-    remember();
-  }
-
-  void apply(const Write& w) {
-    auto& side = w.side == 0 ? cluster_.f : cluster_.a;
-    Control& c = side[w.rank % side.size()]->c;
-    const Geometry& g = c.geometry;
-    const int64_t index = w.slot % c.slots();
-    const auto region = static_cast<int32_t>(index / c.layout.slots_per_region);
-    const int64_t choice = w.index % (g.tokens * g.topk);
-    const Slot slot(c.window, c.layout, index);
-    SlotHeader& h = *slot.header;
-    Position& position = slot.position[choice];
-    const auto put = [&](auto& where, int64_t capacity) {
-      using T = std::decay_t<decltype(where)>;
-      T old;
-      std::memcpy(&old, &where, sizeof(T));
-      const T value = value_of(w, old, capacity);
-      std::memcpy(&where, &value, sizeof(T));
-      if (value != old) touched_[w.side == 0 ? region : c.role_rank] = true;
-    };
-    const int64_t routed = g.tokens * g.topk;
-    switch (static_cast<What>(w.field)) {
-      case What::magic:
-        return put(h.magic, g.tokens);
-      case What::version:
-        return put(h.version, g.tokens);
-      case What::generation:
-        return put(h.generation, g.tokens);
-      case What::layer:
-        return put(h.layer, g.layers);
-      case What::num_tokens:
-        return put(h.num_tokens, g.tokens);
-      case What::flags:
-        return put(h.flags, g.tokens);
-      case What::sequence:
-        return put(h.sequence, g.depth);
-      case What::routed:
-        return put(h.routed, routed);
-      case What::reserved:
-        return put(h.reserved, g.tokens);
-      case What::counts:
-        return put(slot.counts[w.index % g.local_experts], routed);
-      case What::expert:
-        return put(position.expert, g.local_experts);
-      case What::rank: {
-        const bool known = position.expert >= 0 && position.expert < g.local_experts;
-        return put(position.rank, known ? slot.counts[position.expert] : routed);
-      }
-      case What::weight:
-        return put(reinterpret_cast<int32_t*>(slot.weight)[choice], g.tokens);
-      case What::scale:
-        if (scales_per_row(g) == 0) return;
-        return put(reinterpret_cast<int32_t*>(slot.scale)[w.index % (g.tokens * scales_per_row(g))], g.tokens);
-      case What::payload: {
-        const int64_t element = w.index % (g.tokens * g.hidden);
-        const int64_t size = itemsize(c.role == kFfn ? g.dtype : wide_dtype(g.dtype));
-        if (size == 1) return put(reinterpret_cast<int8_t*>(slot.payload)[element], g.tokens);
-        if (size == 2) return put(reinterpret_cast<int16_t*>(slot.payload)[element], g.tokens);
-        return put(reinterpret_cast<int32_t*>(slot.payload)[element], g.tokens);
-      }
-      case What::flag:
-        return put(word(c.window, c.layout.flags, index), kReady);
-      case What::sticky:
-        return put(word(c.window, c.layout.sticky, region), kGone);
-    }
-  }
-
-  template <typename T>
-  T value_of(const Write& w, T old, int64_t capacity) const {
-    using U = std::make_unsigned_t<T>;
-    const auto wrap = [](auto v) { return static_cast<T>(static_cast<U>(v)); };
-    switch (static_cast<Value>(w.value)) {
-      case Value::lowest:
-        return std::numeric_limits<T>::min();
-      case Value::minus_one:
-        return -1;
-      case Value::zero:
-        return 0;
-      case Value::one:
-        return 1;
-      case Value::capacity:
-        return wrap(capacity);
-      case Value::beyond:
-        return wrap(capacity + 1);
-      case Value::highest:
-        return std::numeric_limits<T>::max();
-      case Value::more:
-        return wrap(static_cast<U>(old) + 1u);
-      case Value::less:
-        return wrap(static_cast<U>(old) - 1u);
-      case Value::flip:
-        return wrap(static_cast<U>(old) ^ (uint64_t{1} << (w.index % (8 * sizeof(T)))));
-      case Value::lap:
-        return wrap(static_cast<U>(old) + static_cast<U>(cluster_.g.depth));
-      case Value::ready:
-        return wrap(kReady);
-      case Value::raw:
-        return wrap(w.raw);
-    }
-    return old;
-  }
-
-  // ---- who may write what
-
-  Rank& rank(size_t world) const {
-    return world < cluster_.a.size() ? *cluster_.a[world] : *cluster_.f[world - cluster_.a.size()];
-  }
-  size_t world(const Control& c) const { return (c.role == kAttention ? 0 : cluster_.a.size()) + c.role_rank; }
   const Control& peer(const Control& c, int32_t p) const {
     return (c.role == kAttention ? cluster_.f : cluster_.a)[p]->c;
   }
 
-  // Reads every byte, gaps too: not for ASan's eyes.
-  __attribute__((no_sanitize("address"))) void remember() {
-    allowed_.clear();
-    for (size_t r = 0; r < shadow_.size(); ++r) {
-      const auto* now = reinterpret_cast<const volatile uint64_t*>(rank(r).c.window);
-      uint64_t* then = shadow_[r].data();
-      for (size_t i = 0, n = shadow_[r].size(); i < n; ++i) then[i] = now[i];
-    }
-  }
-
-  __attribute__((no_sanitize("address"))) void only_allowed_changes() {
-    for (size_t r = 0; r < shadow_.size(); ++r) {
-      const auto* now = reinterpret_cast<const volatile uint64_t*>(rank(r).c.window);
-      const uint64_t* then = shadow_[r].data();
-      for (size_t i = 0, n = shadow_[r].size(); i < n; ++i) {
-        uint64_t changed = now[i] ^ then[i];
-        for (int64_t byte = static_cast<int64_t>(8 * i); changed != 0; ++byte, changed >>= 8)
-          if ((changed & 0xFF) != 0 && !allowed(r, byte))
-            wrong("byte ", byte, " of world rank ", r, "'s window changed");
-      }
-    }
-    remember();
-  }
-
-  bool allowed(size_t r, int64_t byte) const {
-    for (const auto& [world, interval] : allowed_)
-      if (world == r && interval.begin <= byte && byte < interval.end) return true;
-    return false;
-  }
-
-  void allow(const Control& c, const void* begin, int64_t size) {
-    const int64_t at = static_cast<const char*>(begin) - c.window;
-    allowed_.push_back({world(c), {at, at + size}});
-  }
-  void allow_flag(const Control& c, int64_t slot) { allow(c, &word(c.window, c.layout.flags, slot), 4); }
-  void allow_sticky(const Control& c, int32_t peer) { allow(c, &word(c.window, c.layout.sticky, peer), 4); }
-
-  // A poison of `by` must have reached c: a larger word stays.
-  void poisoned(const Control& c, const Control& by) {
-    const int64_t at = c.layout.sticky + by.role_rank * kWordStride;
-    const int32_t before = low(static_cast<int64_t>(shadow_[world(c)][at / 8]));
-    if (sticky_of(c, by.role_rank) != std::max<int32_t>(before, kPoisoned))
-      wrong("sticky word ", by.role_rank, " of world rank ", world(c), " is ", sticky_of(c, by.role_rank), ", was ",
-            before);
+  void apply(int32_t round, Moment moment) {
+    for (const Write& w : writes_)
+      if (w.round == round && w.moment == static_cast<int32_t>(moment))
+        if (const int32_t a = carry_out(w, cluster_); a >= 0) touched_[a] = true;
+    shadow_.remember();
   }
 
   // ---- error records
 
   const ErrorRecord& record_of(const Control& c, int32_t peer) {
     const ErrorRecord& r = c.records[peer];
-    if (r.valid != 1 || r.peer != peer) wrong("world rank ", world(c), " has no record of peer ", peer);
+    if (r.valid != 1 || r.peer != peer) wrong("world rank ", shadow_.world(c), " has no record of peer ", peer);
     if (r.kind < 0 || r.kind > static_cast<int32_t>(Kind::Protocol) || r.field < 0 || r.field > 31)
       wrong("a record of kind ", r.kind, ", field ", r.field);
     if (describe(c, r).empty()) wrong("a record without words");
@@ -494,8 +213,8 @@ class Run {
         const ErrorRecord& r = record_of(c, p);
         const bool right = sticky != kAlive ? is(r, Kind::PeerFailed) && r.seen == sticky : is(r, faults);
         if (!right) wrong("region ", p, " was closed by ", describe(c, r), "; its faults are ", faults);
-        allow_sticky(peer(c, p), c.role_rank);
-        poisoned(peer(c, p), c);
+        shadow_.allow_sticky(peer(c, p), c.role_rank);
+        shadow_.poisoned(peer(c, p), c);
       }
     }
 
@@ -537,7 +256,7 @@ class Run {
         slot.first.push_back(row);
         row += slot.counts[e];
       }
-    only_allowed_changes();
+    shadow_.check();
     return count > 0;
   }
 
@@ -567,8 +286,8 @@ class Run {
       bool ours = false;
       for (const TakenSlot& s : work.slots) ours |= s.region == p && right(s, r);
       if (!ours) wrong("region ", p, " was closed without cause: ", describe(c, r));
-      allow_sticky(peer(c, p), c.role_rank);
-      poisoned(peer(c, p), c);
+      shadow_.allow_sticky(peer(c, p), c.role_rank);
+      shadow_.poisoned(peer(c, p), c);
     }
   }
 
@@ -620,7 +339,7 @@ class Run {
         if (!same_bytes(rows, *work.in, row_bytes, e) || !same_bytes(factors, *work.scales, scale_bytes, e))
           wrong("rows of slot ", s.index, ", expert ", e, " are not what it sent");
     }
-    only_allowed_changes();
+    shadow_.check();
   }
 
   void reply(Rank& f, Work& work, bool late) {
@@ -633,10 +352,10 @@ class Run {
       flags_before[s.index] = {flag_of(c, s.index), flag_of(a, s.reply)};
       if (alive_before[s.region] != kAlive) continue;
       const Slot to(a.window, a.layout, s.reply);
-      allow_flag(c, s.index);
-      allow_flag(a, s.reply);
-      allow(a, to.header, sizeof(SlotHeader));
-      allow(a, to.payload, s.tokens * wide_row(g));
+      shadow_.allow_flag(c, s.index);
+      shadow_.allow_flag(a, s.reply);
+      shadow_.allow(a, to.header, sizeof(SlotHeader));
+      shadow_.allow(a, to.payload, s.tokens * wide_row(g));
     }
     const int64_t deadline = c.deadline_ns;
     if (late) c.deadline_ns = -1;
@@ -667,7 +386,7 @@ class Run {
       check_reply(c, a, s, work);
       ++answered_;
     }
-    only_allowed_changes();
+    shadow_.check();
   }
 
   void check_reply(const Control& c, const Control& a, const TakenSlot& s, const Work& work) {
@@ -733,8 +452,8 @@ class Run {
   const ErrorRecord& stopped(const Control& c) {
     if (c.failed < 1 || c.failed > c.peers) wrong("attention ", c.role_rank, " stopped with failed = ", c.failed);
     for (int32_t f = 0; f < c.peers; ++f) {
-      allow_sticky(peer(c, f), c.role_rank);
-      poisoned(peer(c, f), c);
+      shadow_.allow_sticky(peer(c, f), c.role_rank);
+      shadow_.poisoned(peer(c, f), c);
     }
     return record_of(c, c.failed - 1);
   }
@@ -781,12 +500,12 @@ class Run {
           for (int32_t f = 0; f < c.peers; ++f) {
             const Control& to = peer(c, f);
             const int64_t index = c.slot(c.role_rank, stage, ring);
-            allow_flag(to, index);
-            allow(to, Slot(to.window, to.layout, index).header, to.layout.slot_bytes);
+            shadow_.allow_flag(to, index);
+            shadow_.allow(to, Slot(to.window, to.layout, index).header, to.layout.slot_bytes);
           }
           steps_[c.role_rank].push_back(std::move(step));
         }
-        only_allowed_changes();
+        shadow_.check();
       }
   }
 
@@ -817,7 +536,7 @@ class Run {
     if (!raised) {
       if (missing >= 0 || faults != 0) wrong("combine took an ill-formed reply");
       for (const int64_t s : slot) {
-        allow_flag(c, s);
+        shadow_.allow_flag(c, s);
         if (flag_of(c, s) != kEmpty) wrong("combine left a flag");
       }
       if (c.ring[k.stage * g.depth + k.ring] != -1) wrong("combine left its ring busy");
@@ -837,7 +556,7 @@ class Run {
         wrong("the missing reply of ", missing, " gave ", describe(c, r));
       }
     }
-    only_allowed_changes();
+    shadow_.check();
   }
 
   void check_sum(const Control& c, const Step& step, const std::vector<int64_t>& slot) {
@@ -863,14 +582,13 @@ class Run {
 
   Program program_;
   Cluster cluster_;
+  Shadow shadow_;
   Random random_;
   int32_t modes_ = 0;
   bool late_ = false;
   std::vector<Write> writes_;
   std::vector<bool> touched_;  // A ranks whose window, or region in an F window, was written to
   std::vector<std::vector<Step>> steps_;
-  std::vector<std::vector<uint64_t>> shadow_;
-  std::vector<std::pair<size_t, Interval>> allowed_;
   std::set<std::string> outcome_;
   int64_t answered_ = 0, combined_ = 0;
 };
